@@ -69,7 +69,7 @@ def outputs(model: nn.Module, inputs: Any, **options: Any) -> dict[str, Tensor]:
     args, named = inputs_of(inputs)
     model.eval()
     with torch.no_grad(), seeded(0):
-        return dict(tensors_in(model(*args, **named, **options)))
+        return {str(n): x for n, x in enumerate(tensors_in(model(*args, **named, **options)))}
 
 
 def difference(expected: dict[str, Tensor], given: dict[str, Tensor]) -> float:
@@ -86,7 +86,7 @@ def without_gradient(model: nn.Module, inputs: Any) -> set[str]:
     model.train()
     model.zero_grad()
     with seeded(0):
-        result = [x for _, x in tensors_in(model(*args, **named)) if x.requires_grad and x.numel()]
+        result = [x for x in tensors_in(model(*args, **named)) if x.requires_grad and x.numel()]
     torch.stack([x.square().mean() for x in result]).sum().backward()
     return {name for name, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()}
 

@@ -216,7 +216,7 @@ def run(library: str) -> dict[str, Any]:
 
 
 def tensors(output: Any) -> list[Tensor]:
-    return [tensor for _, tensor in tensors_in(output) if tensor.is_floating_point()]
+    return [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
 
 
 def run_recipes() -> None:

@@ -25,7 +25,7 @@ from .bodies import Bodies
 from .decoding import Decoders
 from .edge import Edge
 from .envelope import Envelope
-from .errors import CODES, ServiceError, error_body, error_response, of_the_image, respond
+from .errors import ServiceError, error_body, of_the_image, respond
 from .metrics import Metrics
 from .pages import add_pages
 from .pool import Loaded, Pool
@@ -75,19 +75,12 @@ class Service:
         given = given if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
         digest = hashlib.sha256(given.encode()).digest()
         # Always compare all, so that the time does not depend on the key.
-        matches = [hmac.compare_digest(digest, key) for key in self._keys]
-        if not any(matches):
-            raise ServiceError(
-                "invalid_key", "an API key is missing or wrong: send the header Authorization: Bearer KEY."
-            )
+        if True not in [hmac.compare_digest(digest, key) for key in self._keys]:
+            message = "an API key is missing or wrong: send the header Authorization: Bearer KEY."
+            raise ServiceError("invalid_key", message)
 
     async def classify(self, request: Request, field: str, model: str | None = None) -> schemas.Classified:
-        """Serve a request within the deadline, and only as long as the client waits.
-
-        Args:
-            field: the name of the image in JSON and in forms.
-            model: the model, if the path contains it.
-        """
+        """Serve a request within the deadline, and only as long as the client waits."""
         async with self._until(self._deadline()):
             (image,), options = await read_uploads(request, field, False, self.decoders.parse_text)
             if isinstance(image, ServiceError):
@@ -189,7 +182,6 @@ def create_app(settings: Settings, one_of_many: bool = False, metrics_folder: Pa
 
     Args:
         one_of_many: whether other processes serve requests meanwhile, so that it starts only after loading its models.
-        metrics_folder: where several processes exchange their metrics.
     """
     service = Service(settings, metrics_folder)
 
@@ -228,9 +220,9 @@ def create_app(settings: Settings, one_of_many: bool = False, metrics_folder: Pa
 
     @app.exception_handler(HTTPException)
     async def refuse_route(request: Request, error: HTTPException) -> Response:
-        code = CODES.get(error.status_code, "malformed_request")
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "malformed_request")
         message = f"{request.method[:20]} {request.url.path[:200]}: {error.detail}; /docs lists what there is."
-        answer = error_response(error.status_code, code, message)
+        answer = respond(ServiceError(code, message))
         answer.headers.update(error.headers or {})
         return answer
 

@@ -64,16 +64,12 @@ NICENESS = {Kind.PHOTOGRAPH: 5, Kind.SLOW: 10}
 
 
 class Cost(NamedTuple):
-    """What decoding takes.
-
-    Attributes:
-        pixels: how many the file says it has; 0 if it does not say.
-        seconds: estimated; infinite for formats whose structure can hide work.
-        image: opened if the file is cheap, otherwise None.
-    """
+    """What decoding takes. The image is opened if the file is cheap."""
 
     kind: Kind
+    # How many the file says it has; 0 if it does not say.
     pixels: int
+    # Infinite for formats whose structure can hide work.
     seconds: float = math.inf
     image: ImageFile | None = None
 
@@ -191,11 +187,9 @@ class Decoders:
 
 
 class PriorityThreads:
-    """Threads that do a limited amount of work at once, and small work first.
+    """Threads that do work of a limited weight at once, and small work first.
 
-    Args:
-        most: the weight of the work that runs at once.
-        places: how many may wait, as long as they weigh no more than `BACKLOG` times what runs at once.
+    So many `places` may wait, as long as they weigh no more than `BACKLOG` times what runs at once.
     """
 
     def __init__(self, name: str, threads: int, most: int, places: float) -> None:
@@ -211,11 +205,7 @@ class PriorityThreads:
         return self._free < self.most
 
     async def run(self, weight: int, handicap: float, work: Callable[..., Result], *arguments: Any) -> Result:
-        """Do some work when it is its turn.
-
-        Args:
-            handicap: seconds; later work with a smaller handicap may overtake within the difference.
-        """
+        """Do some work when it is its turn. Later work may overtake if its handicap, in seconds, is so much smaller."""
         full = self._waiting >= self.places or self._waiting_weight + weight > BACKLOG * self.most
         if full and self.places < math.inf:
             raise ServiceError(

@@ -60,16 +60,11 @@ BROKEN_BODY = "the framing of the body is invalid: send Content-Length, or large
 
 
 class Edge:
-    """The state that all connections share.
-
-    Attributes:
-        most: largest number of connections; more are accepted only for health checks.
-        awaited: connections that wait for their client, the longest silent first.
-        draining: whether responses ask clients to close the connection.
-    """
+    """The state that all connections share."""
 
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
         self.settings, self.metrics = settings, metrics
+        # More connections than these are accepted only for health checks.
         self.most = settings.max_connections
         # Not on Windows.
         with suppress(ImportError):
@@ -78,7 +73,9 @@ class Edge:
             files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             if files != resource.RLIM_INFINITY:
                 self.most = max(1, min(self.most, files - SPARE_FILES - RESERVE))
+        # Connections that wait for their client, the longest silent first.
         self.awaited: dict[Connection, None] = {}
+        # Whether responses ask clients to close the connection.
         self.draining = False
         self._unparsed: deque[Connection] = deque()
         self._scheduled = False
@@ -123,10 +120,6 @@ class Exchange(RequestResponseCycle):
     # Whether the connection ends after the response.
     ends = False
 
-    def refuse(self, refusal: ServiceError) -> None:
-        self.refusal = refusal
-        self.message_event.set()
-
     async def receive(self) -> Any:
         message = await super().receive()
         if self.refusal is not None and message["type"] == "http.request":
@@ -156,14 +149,10 @@ class Connection(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.edge, self.settings = edge, edge.settings
-        # Received, but not parsed yet.
-        self._input = bytearray()
-        # Whether it waits for its turn to parse.
-        self._is_queued = False
-        # Whether a part of the next head has arrived.
-        self._heard = False
-        # Requests since data arrived.
-        self._in_a_row = 0
+        # Received, but not parsed yet; and whether it waits for its turn to parse.
+        self._input, self._is_queued = bytearray(), False
+        # Whether a part of the next head has arrived, and the requests since data arrived.
+        self._heard, self._in_a_row = False, 0
         # Bytes of a body with a length that did not arrive yet, and of a chunked body: received, and its framing.
         self._left = self._size = self._framing = 0
         # Whether what follows is not a request, and is dropped.
@@ -310,7 +299,8 @@ class Connection(HttpToolsProtocol):
             self._surplus = True
             self._input.clear()
             if self.cycle.more_body:
-                self.cycle.refuse(ServiceError("malformed_request", BROKEN_BODY))
+                self.cycle.refusal = ServiceError("malformed_request", BROKEN_BODY)
+                self.cycle.message_event.set()
             else:
                 # Another request follows in the slice, and the parser cannot stop between them.
                 self.cycle.keep_alive = False

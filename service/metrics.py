@@ -24,11 +24,7 @@ CONFIDENCES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 
 
 class Metrics:
-    """The metrics of an app, including those of the process (memory, CPU time, files).
-
-    Args:
-        folder: where several processes exchange their metrics, so that each shows the sums.
-    """
+    """The metrics of an app and its process, or of several, which exchange them in a folder to show the sums."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder, self._can_share = folder, True

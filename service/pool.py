@@ -6,7 +6,6 @@ import logging
 import math
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,6 @@ class Loaded:
         size = self.classifier.model.config.preprocessing.size
         self._blank = torch.zeros(1, 3, size, size)
         self.classifier.scores(self._blank)
-        self.precisions = _precisions(self.classifier)
         self.cold = [mode for mode in MODES if mode != self.classifier.choose()]
         self.since = time.monotonic()
         # On a GPU, images run in batches. On a CPU batches gain nothing, and each stream takes the next image.
@@ -147,7 +145,6 @@ class Pool:
         message = f"{name} cannot be loaded at the moment: choose another model."
         if time.monotonic() < self._failed.get(name, 0.0):
             raise ServiceError("unavailable", message, PAUSE)
-        self._check_room(name)
         try:
             return await asyncio.shield(self._load(name))
         except ServiceError:
@@ -261,19 +258,8 @@ class Pool:
             found |= {field: getattr(config, field) for field in (*fields, "measured_on")}
             found["crop"] = config.preprocessing.crop if config.preprocessing else None
         if loaded:
-            classifier = loaded.classifier
-            found |= {"revision": classifier.revision, "precision": classifier.engine.precision}
-            found["precisions"] = loaded.precisions
+            found |= {"revision": loaded.classifier.revision, "precision": loaded.classifier.engine.precision}
         return found
-
-
-def _precisions(classifier: Classifier) -> dict[str, str]:
-    """The precision of each mode, without modes that the engine does not support in its precision."""
-    found = {}
-    for mode in MODES:
-        with suppress(InputError):
-            found[mode] = classifier.engine.precision_at(mode)
-    return found
 
 
 def _give_memory_back() -> None:
@@ -287,5 +273,5 @@ def _give_memory_back() -> None:
 
 
 def _public_name(source: str) -> str:
-    """The name of a model for clients. A folder is named by its last part, to hide paths of this machine."""
+    """The name of a model for clients: of a folder only the last part, to hide paths of this machine."""
     return Path(source).expanduser().resolve().name if is_folder(source) else source

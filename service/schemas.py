@@ -73,7 +73,6 @@ class Model(BaseModel):
     crop: float | None = Field(None, description="central square that the network sees, relative to the shorter side")
     revision: str | None = None
     precision: str | None = Field(None, description="null until it is loaded")
-    precisions: dict[str, str] = Field({}, description="of each statistics mode; empty until it is loaded")
 
 
 class Models(BaseModel):

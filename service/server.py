@@ -84,11 +84,7 @@ class Server(uvicorn.Server):
 
 
 def run_server(settings: Settings, link: WorkerLink | None = None) -> int:
-    """Serve until SIGTERM or SIGINT. Returns 0, or 1 if the service could not start.
-
-    Args:
-        link: to the supervisor, if this is one of several processes.
-    """
+    """Serve until SIGTERM or SIGINT. Returns 0, or 1 if the service could not start."""
     try:
         app = create_app(settings, link is not None, None if link is None else link.folder)
     except BknZooError as error:
@@ -102,16 +98,14 @@ def run_server(settings: Settings, link: WorkerLink | None = None) -> int:
     failure: Exception | None = None
     try:
         server.run(None if link is None else [link.listener])
-    except (SystemExit, OSError):  # uvicorn could not listen, or start
-        failure = InputError(
-            f"cannot listen on {settings.host}:{settings.port}, which may be in use: choose another port with --port."
-        )
+    except (SystemExit, OSError):
+        failure = InputError(f"cannot listen on {settings.host}:{settings.port}: choose another port with --port.")
     finally:
         for caught, handler in before.items():
             signal.signal(caught, handler)
-    failure = app.state.service.pool.failure or failure
+    failure = server.service.pool.failure or failure
     code = 0 if failure is None else failed(failure)
-    if app.state.service.pool.loading or app.state.service.decoders.busy:
+    if server.service.pool.loading or server.service.decoders.busy:
         # Otherwise Python would wait for these threads.
         sys.stdout.flush()
         sys.stderr.flush()

@@ -28,12 +28,7 @@ CRASHED = "the image cannot be decoded, because it crashes the decoder or takes 
 
 
 class SlowDecoder:
-    """A process for one image at a time. It ends when its input ends, even if the service is killed.
-
-    Args:
-        seconds: time limit per image, after which the process is killed.
-        niceness: of the process, so that other images come first if all cores are busy.
-    """
+    """A process for one image at a time. It ends when its input ends, even if the service is killed."""
 
     def __init__(self, seconds: float, niceness: int) -> None:
         self._seconds = min(seconds, 3.0 * MAX_SECONDS)
@@ -46,11 +41,7 @@ class SlowDecoder:
         )  # fmt: skip
 
     def decode(self, data: bytes, pixels: int, preprocessing: Preprocessing, max_pixels: int) -> Image.Image:
-        """The central square of an image, cropped and resized as the first step of preprocessing.
-
-        Args:
-            pixels: how many the header of the file says it has.
-        """
+        """The central square of an image of about so many pixels, cropped and resized for preprocessing."""
         side = preprocessing.square["size"]
         assert self._process.stdin is not None
         assert self._process.stdout is not None

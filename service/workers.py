@@ -34,16 +34,13 @@ MAX_SILENCE = 10.0
 
 
 class WorkerLink(NamedTuple):
-    """What a worker gets from its supervisor.
+    """What a worker gets from its supervisor."""
 
-    Attributes:
-        listener: the socket that all workers accept connections from, so that one that hangs gets none.
-        pulse: a pipe for signs of life.
-        folder: where workers exchange their metrics, if there is one.
-    """
-
+    # All workers accept connections from this socket, so that one that hangs gets none.
     listener: socket.socket
+    # For signs of life.
     pulse: Connection
+    # Where workers exchange their metrics, if there is room for it.
     folder: Path | None
 
     def beat(self) -> bool:

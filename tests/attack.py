@@ -36,7 +36,7 @@ import attackers
 from attackers import ROWS, encoded, picture
 from chaos import chaos, fetch, percentile, problems, settle
 from http_client import connect, head, post, read
-from service_process import ROOT, Nginx, Running, ServiceProcess, save_small_checkpoint
+from service_process import ROOT, Running, ServiceProcess, nginx, save_small_checkpoint
 from watch import Watch
 
 from bkn_zoo.modes import MODES
@@ -56,7 +56,7 @@ class Probed(ServiceProcess):
     """A service of a checkout with its default settings, stopped unless it is measured."""
 
     command = (sys.executable, str(ROOT / "tests" / "probed_service.py"))
-    nginx: Nginx | None = None
+    proxy: Running | None = None
 
     def __init__(self, root: Path, checkpoints: Path, probe: Path) -> None:
         environment = {"PYTHONPATH": str(root), "ATTACK_PROBE": str(probe)}
@@ -78,16 +78,13 @@ class Probed(ServiceProcess):
     def pauses(self, begun: float, ended: float) -> list[tuple[float, float]]:
         """By how much the loop was late, and how long it computed meanwhile."""
         lines = (map(float, line.split()) for line in self.probe.read_text().splitlines())
-        return [(late, cpu) for wall, late, cpu in lines if begun <= wall <= ended]
+        return [(late, cpu) for wall, late, cpu in lines if begun <= wall <= ended] or [(math.nan, math.nan)]
 
 
 def measure(service: Probed, name: str | None, clients: int, seconds: float, behind_nginx: bool) -> dict[str, Any]:
     """What healthy clients see while so many others attack; of none if there is no name."""
     settle(service)
-    asked: Running = service
-    if behind_nginx:
-        assert service.nginx is not None
-        asked = service.nginx
+    asked: Any = service.proxy if behind_nginx else service
     before, memory = len(fetch(service.port, "/metrics")[1]), service.memory()
     grown, decoders, over = [0.0], [0.0], threading.Event()
 
@@ -108,7 +105,7 @@ def measure(service: Probed, name: str | None, clients: int, seconds: float, beh
     over.set()
     looking.join()
     sent = 0 if attack is None else sum(json.loads(attack.communicate(timeout=120)[0]).values())
-    pauses = service.pauses(begun, ended) or [(math.nan, math.nan)]
+    pauses = service.pauses(begun, ended)
     found = {
         "classify": [round(s, 4) for _, s in watch.classify],
         "photograph": [round(s, 4) for _, s in watch.photograph],
@@ -143,7 +140,7 @@ class Services(ExitStack):
                 fetch(probed.port, f"/v1/classify?statistics={mode}", IMAGE)
             fetch(probed.port, "/v1/classify", PHOTOGRAPH)
             if which == "after" and shutil.which("nginx"):
-                probed.nginx = self.enter_context(Nginx(probed))
+                probed.proxy = self.enter_context(nginx(probed))
         for name, service in self._running.items():
             service.process.send_signal(signal.SIGCONT if name == which else signal.SIGSTOP)
         return self._running[which]

@@ -56,16 +56,12 @@ def settle(service: ServiceProcess, within: float = 90.0) -> None:
 
 
 class Healthy(threading.Thread):
-    """A client that asks for the same again and again, and gives up after one more try.
-
-    Attributes:
-        lost: what it was answered instead.
-        retried: how often the first try failed.
-    """
+    """A client that asks for the same again and again, and gives up after one more try."""
 
     def __init__(self, port: int, path: str, body: bytes | None, keep_alive: bool, over: threading.Event) -> None:
         super().__init__(daemon=True)
         self.port, self.path, self.body, self.keep_alive, self.over = port, path, body, keep_alive, over
+        # What it was answered instead.
         self.lost: list[str] = []
         self.seconds: list[float] = []
         self.retried = 0
@@ -133,33 +129,27 @@ def small_disk() -> Iterator[Path]:
                 subprocess.run(["umount", "--lazy", folder], capture_output=True, check=True)
 
 
-def fill(folder: Path, over: threading.Event, seconds: float, done: Counter[str]) -> None:
-    """Leave no room on a small disk for some seconds."""
-    if os.statvfs(folder).f_blocks * os.statvfs(folder).f_frsize > 10**7:
-        return
-    with suppress(OSError), (folder / "full").open("wb", buffering=0) as file:
-        while True:
-            file.write(bytes(4096))
-    over.wait(seconds)
-    (folder / "full").unlink()
-    done["filled"] += 1
-
-
 def disturb(
     service: ServiceProcess, folder: Path, over: threading.Event, every: float, done: Counter[str], seed: int
 ) -> None:
-    """Kill a worker, stop it for up to 30 seconds, or fill the temporary folder, now and then."""
+    """Kill a worker, stop it for up to 30 seconds, or fill the temporary folder if it is small, now and then."""
     generator = random.Random(seed)
+    is_small = shutil.disk_usage(folder).total < 10**7
     while not over.wait(generator.uniform(0.5 * every, 1.5 * every)):
-        if generator.random() < 0.2:
-            fill(folder, over, generator.uniform(1, 10), done)
-            continue
-        alive = sorted(service.workers())
-        if len(alive) < 2:  # one is being replaced
+        alive, chance = sorted(service.workers()), generator.random()
+        # One is being replaced.
+        if len(alive) < 2:
             continue
         chosen = generator.choice(alive)
-        try:
-            if generator.random() < 0.5:
+        with suppress(ProcessLookupError):
+            if chance < 0.2 and is_small:
+                done["filled"] += 1
+                with suppress(OSError), (folder / "full").open("wb", buffering=0) as file:
+                    while True:
+                        file.write(bytes(4096))
+                over.wait(generator.uniform(1, 10))
+                (folder / "full").unlink()
+            elif chance < 0.6:
                 os.kill(chosen, signal.SIGKILL)
                 done["killed"] += 1
             else:
@@ -167,16 +157,10 @@ def disturb(
                 done["stopped"] += 1
                 over.wait(generator.choice([0.3, 3, 30]) * generator.random())
                 os.kill(chosen, signal.SIGCONT)
-        except ProcessLookupError:
-            continue
 
 
 def chaos(checkpoints: Path, seconds: float, clients: int, every: float, seed: int = 0) -> dict[str, Any]:
-    """Run everything at once for so long; what healthy clients saw, and the service before and afterwards.
-
-    Args:
-        every: seconds between two workers that are killed or stopped, about.
-    """
+    """Run everything at once, with a disturbance about every so many seconds; what healthy clients saw."""
     flags = ("--workers", "2", "--stall-seconds", "3", "--drain-seconds", "1")
     with small_disk() as folder, ServiceProcess(checkpoints, *flags, environment={"TMPDIR": str(folder)}) as service:
         until(lambda: len(service.workers()) == 2, "two workers", 180)
@@ -184,8 +168,8 @@ def chaos(checkpoints: Path, seconds: float, clients: int, every: float, seed: i
         warm(service, image)
         before, over = state(service, checkpoints), threading.Event()
         done: Counter[str] = Counter()
-        kinds = ((("/v1/classify", image), False), (("/v1/classify", image), True), (("/health/live", None), False))
-        healthy = [Healthy(service.port, *asked, keep_alive, over) for asked, keep_alive in kinds]
+        kinds = (("/v1/classify", image, False), ("/v1/classify", image, True), ("/health/live", None, False))
+        healthy = [Healthy(service.port, *kind, over) for kind in kinds]
         attack = attackers.begin(service.port, seconds, "--clients", clients, "--seed", seed)
         disturbing = threading.Thread(target=disturb, args=(service, folder, over, every, done, seed), daemon=True)
         for thread in (*healthy, disturbing):

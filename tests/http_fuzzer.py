@@ -65,22 +65,14 @@ def damage(data, generator):
         # Half of it near the beginning, where the first head is.
         a = generator.randrange(len(data) if generator.random() < 0.5 else min(len(data), 200)) if data else 0
         b = min(len(data), a + generator.choice([1, 2, 5, 20, 100]))
-        kind = generator.randrange(6)
-        if kind == 0:
-            data = data[:a] + bytes([generator.randrange(256)]) + data[a + 1 :]
-        elif kind == 1:
-            data = data[:a] + data[b:]
-        elif kind == 2:
-            data = data[:b] + data[a:b] * generator.choice([1, 1, 20]) + data[b:]
-        elif kind == 3:
-            data = data[:a] + generator.choice(SPECIAL) + data[a:]
-        elif kind == 4:
-            data = re.sub(
-                rb"\r\n", lambda match: generator.choice([b"\r\n", b"\n", b"\r\n" * 2, match[0]]), data, count=3
-            )
-        else:
-            place = generator.choice([match.start() for match in re.finditer(rb"[0-9]", data)] or [0])
-            data = data[:place] + b"%d" % generator.randrange(10) + data[place + 1 :]
+        data = generator.choice([
+            data[:a] + bytes([generator.randrange(256)]) + data[a + 1 :],
+            data[:a] + data[b:],
+            data[:b] + data[a:b] * generator.choice([1, 1, 20]) + data[b:],
+            data[:a] + generator.choice(SPECIAL) + data[a:],
+            re.sub(rb"\r\n", lambda match: generator.choice([b"\r\n", b"\n", b"\r\n" * 2, match[0]]), data, count=3),
+            re.sub(rb"[0-9]", lambda match: b"%d" % generator.randrange(10), data, count=generator.randrange(9)),
+        ])  # fmt: skip
     return data
 
 

@@ -144,34 +144,31 @@ class ServiceProcess(Running):
         return {pid for pid in said if Path(f"/proc/{pid}").exists()}
 
 
-class Nginx(Running):
+@contextlib.contextmanager
+def nginx(service):
     """nginx with deploy/nginx.conf in front of a service, until the block ends."""
-
-    def __init__(self, service):
-        self.port, self._service = free_port(), service
-
-    def __enter__(self):
-        self._folder = tempfile.TemporaryDirectory()
+    proxy = Running()
+    proxy.port = free_port()
+    with tempfile.TemporaryDirectory() as folder:
         text = (ROOT / "deploy" / "nginx.conf").read_text()
         for old, new in (
-            ("cpu:8000", f"127.0.0.1:{self._service.port}"), ("listen 80;", f"listen 127.0.0.1:{self.port};"),
-            ("/tmp/nginx", f"{self._folder.name}/nginx"),
+            ("cpu:8000", f"127.0.0.1:{service.port}"), ("listen 80;", f"listen 127.0.0.1:{proxy.port};"),
+            ("/tmp/nginx", f"{folder}/nginx"),
         ):  # fmt: skip
             assert old in text
             text = text.replace(old, new)
-        Path(self._folder.name, "nginx.conf").write_text(text)
+        Path(folder, "nginx.conf").write_text(text)
         # Its workers have another user, and keep uploads here.
-        Path(self._folder.name).chmod(0o755)
-        command = ["nginx", "-p", self._folder.name, "-c", "nginx.conf", "-g", "daemon off;"]
-        self._process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-        until(lambda: self._process.poll() is not None or self.ready(), "ready")
-        assert self._process.poll() is None
-        return self
-
-    def __exit__(self, *_):
-        self._process.terminate()
-        self._process.wait(LONG)
-        self._folder.cleanup()
+        Path(folder).chmod(0o755)
+        command = ["nginx", "-p", folder, "-c", "nginx.conf", "-g", "daemon off;"]
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        try:
+            until(lambda: process.poll() is not None or proxy.ready(), "ready")
+            assert process.poll() is None
+            yield proxy
+        finally:
+            process.terminate()
+            process.wait(LONG)
 
 
 def until(condition, what, seconds=LONG):

@@ -1,5 +1,7 @@
 """The pages that scripts/report.py fills say what the records say."""
 
+import re
+
 import modes_figure
 import pytest
 import report
@@ -18,6 +20,10 @@ def test_pages_agree_with_their_records():
 
 def test_numbers_in_sentences_agree_with_their_records():
     assert [path.name for path in pages() if numbered(text := path.read_text(encoding="utf-8")) != text] == []
+    # A comment at the beginning of a line would end the paragraph.
+    assert [
+        path.name for path in pages() if re.search(r"^ *<!--=", path.read_text(encoding="utf-8"), re.MULTILINE)
+    ] == []
     marker = "<!--=results/cifar100_full|BKN;128, 2|top-1-->"
     assert numbered(f"{marker}1.0<!--/--> {marker}+9<!--/-->") == f"{marker}73.6<!--/--> {marker}+74<!--/-->"
     with pytest.raises(InputError, match="names 0 rows"):

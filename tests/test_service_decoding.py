@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-from unittest.mock import Mock, patch
 
 import attackers
 import pytest
@@ -43,25 +42,6 @@ def test_base64_with_escapes_is_read_at_any_length(size, letter):
     assert uploads.decode_base64(data["image"]) == image
 
 
-@pytest.mark.parametrize(
-    "body",
-    [b'"' * 10**7, b'["' + b'\\"' * 10**6, b"[" + b"{}," * 10**5, b"[" + b"1," * 10**6, b'["' + b"\\u0041" * 10**6],
-)
-def test_json_of_many_parts_is_refused_without_parsing(body):
-    with patch("service.uploads.from_json") as parse, pytest.raises(ServiceError, match="too many parts"):
-        uploads.parse_body(body)
-    parse.assert_not_called()
-
-
-def test_parameter_names_are_limited_before_they_are_compared():
-    with patch("service.uploads.get_close_matches") as compare:
-        with pytest.raises(ServiceError, match="more than 32 parameters"):
-            uploads._chosen({f"modal{k}": 1 for k in range(33)})
-        with pytest.raises(ServiceError, match="more than 32 parameters"):
-            uploads._query(Mock(scope={"query_string": b"&".join([b"modal=1"] * 33)}))
-    compare.assert_not_called()
-
-
 # Images
 
 
@@ -70,26 +50,20 @@ def test_parameter_names_are_limited_before_they_are_compared():
     [
         (lambda: encoded(picture(side=600), "JPEG"), Kind.CHEAP),
         (lambda: encoded(picture(side=700), "PNG"), Kind.CHEAP),
-        (lambda: encoded(picture(side=900), "WEBP"), Kind.CHEAP),
+        (lambda: encoded(picture().convert("RGBA"), "WEBP"), Kind.CHEAP),
         (lambda: encoded(picture(side=900), "BMP"), Kind.CHEAP),
         (lambda: encoded(noise(600), "JPEG", progressive=True), Kind.CHEAP),
         (lambda: encoded(picture(side=3500), "JPEG"), Kind.PHOTOGRAPH),
         (lambda: encoded(picture(side=1500).convert("RGBA"), "PNG"), Kind.PHOTOGRAPH),
         (lambda: encoded(picture(side=1500), "WEBP"), Kind.SLOW),
         (lambda: encoded(picture(), "WEBP", lossless=True), Kind.SLOW),
-        (lambda: encoded(picture().convert("RGBA"), "WEBP"), Kind.CHEAP),
         (lambda: encoded(Image.new("RGBA", (50, 50)), "WEBP"), Kind.SLOW),
         (attackers.progressive, Kind.SLOW),
         (attackers.large_webp, Kind.SLOW),
-        (attackers.lossless_webp, Kind.SLOW),
-        (attackers.large_png, Kind.SLOW),
         (attackers.png_of_empty_blocks, Kind.SLOW),
         (attackers.strips, Kind.SLOW),
-        (attackers.planar, Kind.SLOW),
-        (lambda: encoded(picture(), "TIFF"), Kind.SLOW),
         (lambda: encoded(picture(), "GIF"), Kind.SLOW),
         (lambda: attackers.png(9, 9, *[(b"eXIf", b"")] * 300, pixels=bytes(90)), Kind.SLOW),
-        (lambda: encoded(picture(), "JPEG").replace(b"\xff\xc0", b"\xff\xc9"), Kind.CHEAP),
         (lambda: encoded(picture(side=3500), "JPEG").replace(b"\xff\xc0", b"\xff\xc9"), Kind.SLOW),
     ],
 )  # fmt: skip

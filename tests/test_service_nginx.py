@@ -6,7 +6,7 @@ import attackers
 import pytest
 from attackers import encoded, picture
 from http_client import head, send
-from service_process import Nginx, ServiceProcess, save_small_checkpoint
+from service_process import nginx
 from watch import Watch
 
 pytestmark = pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed")
@@ -14,11 +14,9 @@ IMAGE = encoded(picture())
 
 
 @pytest.fixture(scope="module")
-def proxy(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("checkpoints")
-    save_small_checkpoint(folder / "small")
-    with ServiceProcess(folder) as service, Nginx(service) as nginx:
-        yield nginx
+def proxy(service):
+    with nginx(service) as running:
+        yield running
 
 
 def test_nginx_passes_requests_and_errors_on(proxy):

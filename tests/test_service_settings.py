@@ -99,9 +99,7 @@ def test_help_lists_every_option_and_its_variable(capsys):
         read_settings(["--help"])
     shown = " ".join(capsys.readouterr().out.split())
     assert all(f"--{name.replace('_', '-')} " in shown for name in Settings.model_fields)
-    assert "--checkpoint" in shown
     assert "--queue-length is BKN_ZOO_QUEUE_LENGTH" in shown
-    assert "--engine {auto,torch,openvino} what runs the models (default: auto)" in shown
     assert not re.search(r"default: (\)|\[)|list\[| str ", shown)
 
 
@@ -157,7 +155,7 @@ def test_named_models_or_the_bundled_default_are_loaded_first(arguments, loaded)
     with LocalService(*arguments) as service:
         models = service.ask("/v1/models").json()["models"]
         assert [model["loaded"] for model in models] == [k < loaded for k in range(len(models))]
-        engine = service.service.pool._loaded["first"].classifier.engine
+        engine = next(iter(service.service.pool._loaded.values())).classifier.engine
         until(lambda: len(engine._prepared) == 2, "all modes are prepared without being asked for")
 
 

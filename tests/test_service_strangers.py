@@ -79,26 +79,6 @@ def undisturbed(service, what, megabytes=60.0):
 # HTTP
 
 
-@pytest.mark.parametrize(
-    ("start", "status"),
-    [("GET /health/live", 200), ("POST /v1/classify", 200), ("CONNECT a:1", 404), ("OPTIONS /v1/classify", 405)],
-)
-def test_data_after_an_upgrade_is_a_body(service, start, status):
-    method, target = start.split()
-    hidden = get("/hidden") if method != "POST" else IMAGE
-    upgrade = ("Connection: Upgrade", "Upgrade: h2c", KEY, f"Content-Length: {len(hidden)}")
-    with connect(service.port) as connection:
-        connection.sendall(head(method, target, *upgrade))
-        time.sleep(0.1)
-        with contextlib.suppress(OSError):
-            connection.sendall(hidden)
-            connection.sendall(get("/health/ready", "Connection: close"))
-        first, *others = read(connection, None)
-    assert first.status == status
-    assert b"hidden" not in first.body
-    assert [reply.json() for reply in others] in ([], [{"status": "ready"}])
-
-
 def test_stalled_heads_are_closed_and_keep_nobody_out(service):
     starts = (b"", b"G", b"GET /health/live HTTP/1.1\r\nHost", b"POST /v1/classify HTTP/1.1\r\nHost: a\r\n")
     form = b'--x\r\nContent-Disposition: form-data; name="image"; filename="a"\r\n\r\n' + IMAGE
@@ -192,16 +172,6 @@ def test_pipelined_requests_are_answered_in_order_up_to_a_limit(service):
     with connect(service.port) as connection, contextlib.suppress(BrokenPipeError, ConnectionResetError):
         connection.sendall(prepared("pipelining"))
         assert 2 <= len(read(connection, None)) <= 1000
-
-
-def test_client_that_closes_its_sending_side_is_gone(service):
-    before = service.metric('bkn_requests_total{method="POST",route="/v1/classify",status="200"}')
-    with connect(service.port) as connection:
-        connection.sendall(post(IMAGE)[:-1])
-        connection.shutdown(socket.SHUT_WR)
-        assert read(connection, None) == []
-    assert send(service.port, post(IMAGE)).status == 200
-    assert service.metric('bkn_requests_total{method="POST",route="/v1/classify",status="200"}') == before + 1
 
 
 def test_damaged_requests_in_random_packets_are_answered(service):

@@ -73,7 +73,8 @@ def start_near_population(model: nn.Module, gain: float = POPULATION_GAIN) -> li
         The names of the norms with these initial values. Other norms were never trained and keep those of `convert`.
     """
     every = ((name, norm) for name, norm in model.named_modules() if isinstance(norm, BatchKalmanNorm))
-    norms = {name: norm for name, norm in every if norm.centered and _is_trained(norm)}
+    # Those whose running statistics are not at their initial values.
+    norms = {n: m for n, m in every if m.centered and bool(m.running_mean.any() or (m.running_var != 1).any())}
     if not norms:
         raise InputError(
             "no norm of this network can start near its population: pass a pretrained network from bkn_zoo.convert."
@@ -89,7 +90,3 @@ def start_near_population(model: nn.Module, gain: float = POPULATION_GAIN) -> li
         norm.start_near_batchnorm()
         norm.set_gain(gain)
     return list(norms)
-
-
-def _is_trained(norm: RunningNorm) -> bool:
-    return bool((norm.running_mean != 0).any() or (norm.running_var != 1).any())

@@ -347,18 +347,17 @@ def _inputs_of_part(model: nn.Module, name: str, inputs: Inputs) -> Inputs:
         found.append(Inputs(*tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (args, kwargs))))
 
     why = ""
-    for training in (model.training, not model.training):
-        with left_alone(), torch.no_grad():
-            twin = copy.deepcopy(model)
-            twin.train(training)
-            twin.get_submodule(name).register_forward_pre_hook(keep, with_kwargs=True, prepend=True)
-            try:
-                twin(*inputs.args, **inputs.kwargs)
-            except Exception as error:  # perhaps after the part was called
-                why = f" ({reason_of(error)})"
-        if found:
-            return found[0]
-    raise ConversionError(f"the part {name!r} is not called with this example{why}: pass another one.")
+    with left_alone(), torch.no_grad():
+        twin = copy.deepcopy(model)
+        twin.eval()
+        twin.get_submodule(name).register_forward_pre_hook(keep, with_kwargs=True, prepend=True)
+        try:
+            twin(*inputs.args, **inputs.kwargs)
+        except Exception as error:  # perhaps after the part was called
+            why = f" ({reason_of(error)})"
+    if not found:
+        raise ConversionError(f"the part {name!r} is not called with this example{why}: pass another one.")
+    return found[0]
 
 
 def _warn_of_missing_links(rows: Sequence[NormRow]) -> None:

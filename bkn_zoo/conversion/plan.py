@@ -256,7 +256,7 @@ class Planner(TorchDispatchMode):
 
     def find_foldable(self, output: Any) -> None:
         """The norms that can be folded into a convolution, because nothing else uses its output."""
-        returned = {id(vars(x).get("_bkn_tag")) for _, x in tensors_in(output)}
+        returned = {id(vars(x).get("_bkn_tag")) for x in tensors_in(output)}
         convs, norms = [name for name, _ in self.convolved], [name for name, _ in self.normed]
         for name, tag in self.normed:
             conv = tag.convolution

@@ -68,11 +68,8 @@ def replace_norms(model: nn.Module, plans: dict[bool, ConversionPlan], prefix: s
 
 def _kalman_norm(norm: AnyBatchNorm, call: NormCall, rank: int | None) -> BatchKalmanNorm:
     """A BKN layer for a batch norm: nearly the same in training, the same at inference."""
-    kind: type[BatchKalmanNorm] = BatchKalmanNorm2d
-    if isinstance(norm, nn.BatchNorm1d):
-        kind = BatchKalmanNorm1d
-    elif isinstance(norm, nn.BatchNorm3d):
-        kind = BatchKalmanNorm3d
+    kinds = {nn.BatchNorm1d: BatchKalmanNorm1d, nn.BatchNorm3d: BatchKalmanNorm3d}
+    kind = next((ours for theirs, ours in kinds.items() if isinstance(norm, theirs)), BatchKalmanNorm2d)
     assert norm.running_mean is not None
     like = norm.running_mean if norm.weight is None else norm.weight
     below = sum(len(piece.sources) for piece in call.pieces) or None
@@ -83,8 +80,6 @@ def _kalman_norm(norm: AnyBatchNorm, call: NormCall, rank: int | None) -> BatchK
     )  # fmt: skip
     layer.load_state_dict({k: v for k, v in norm.state_dict().items() if "." not in k}, strict=False)
     layer.weight, layer.bias = norm.weight, norm.bias  # the same parameters, which may be shared or frozen
-    for name, child in norm.named_children():
-        layer.add_module(name, child)
     layer.dims = ANY_DIMS
     layer.train(norm.training)
     layer.track_running_stats = norm.track_running_stats

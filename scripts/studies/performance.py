@@ -118,7 +118,7 @@ def picture(records: Records) -> Any:
         axes.grid(axis="x", alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
         axes.margins(y=0.08)
-    panels[0].set_xlim(0.5, 2.5)
+    panels[0].set_xlim(0.3, 2.5)
     panels[1].set_xlabel("ratio of times (1: equal; below 1: faster)")
     return figure
 
