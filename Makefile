@@ -22,7 +22,7 @@ lint: $(READY)
 types: $(READY)
 	$(VENV)/bin/mypy
 
-# Without the plugins of schemathesis and hypothesis, which no test uses and every process would take seconds to import.
+# Without the plugins of schemathesis and hypothesis, where they are installed: importing them takes seconds.
 # With bytecode written, whatever the shell says: the tests start many processes.
 # Three workers for two cores: tests often wait for the processes that they start.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses=3 --dist=loadfile --no-loadscope-reorder --durations=10 -p no:schemathesis -p no:hypothesispytest

@@ -69,30 +69,23 @@ __all__ = [
 ]
 
 LAZY_NAMES = {
-    "BatchKalmanNorm": "bkn_zoo.norms",
-    "BatchKalmanNorm1d": "bkn_zoo.norms",
-    "BatchKalmanNorm2d": "bkn_zoo.norms",
-    "BatchKalmanNorm3d": "bkn_zoo.norms",
-    "Classifier": "bkn_zoo.inference.classifier",
-    "KalmanSequential": "bkn_zoo.norms",
-    "Network": "bkn_zoo.models",
-    "Preprocessing": "bkn_zoo.images",
-    "Recipe": "bkn_zoo.training.recipes",
-    "TrainingResult": "bkn_zoo.training.finish",
-    "convert": "bkn_zoo.conversion",
-    "create_model": "bkn_zoo.create",
-    "export": "bkn_zoo.inference.export",
-    "fine_tune": "bkn_zoo.training.run",
-    "from_pretrained": "bkn_zoo.checkpoints.folder",
-    "learn_statistics": "bkn_zoo.conversion",
-    "list_checkpoints": "bkn_zoo.checkpoints.locate",
-    "list_models": "bkn_zoo.models",
-    "no_weight_decay": "bkn_zoo.norms",
-    "push_to_hub": "bkn_zoo.checkpoints.hub",
-    "recalibrate": "bkn_zoo.norms",
-    "save_pretrained": "bkn_zoo.checkpoints.folder",
-    "start_near_population": "bkn_zoo.conversion",
-    "train": "bkn_zoo.training.run",
+    name: f"bkn_zoo.{module}"
+    for module, names in {
+        "checkpoints.folder": ("from_pretrained", "save_pretrained"),
+        "checkpoints.hub": ("push_to_hub",),
+        "checkpoints.locate": ("list_checkpoints",),
+        "conversion": ("convert", "learn_statistics", "start_near_population"),
+        "create": ("create_model",),
+        "images": ("Preprocessing",),
+        "inference.classifier": ("Classifier",),
+        "inference.export": ("export",),
+        "models": ("Network", "list_models"),
+        "norms": (*(name for name in __all__ if "Kalman" in name), "no_weight_decay", "recalibrate"),
+        "training.finish": ("TrainingResult",),
+        "training.recipes": ("Recipe",),
+        "training.run": ("fine_tune", "train"),
+    }.items()
+    for name in names
 }
 """The modules of the names above."""
 

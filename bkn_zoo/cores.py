@@ -54,20 +54,14 @@ def check_device(device: str) -> None:
 
 
 def _quota(root: Path) -> float:
-    """The quota in cores, or infinity. The quota of a group includes the groups inside, so the smallest one counts."""
-    own = {"": "/", "cpu": "/"}  # the group of this process, in version 2 and version 1 of control groups
-    with suppress(OSError, ValueError):  # not Linux
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, controllers, name = line.split(":", 2)
-            own |= dict.fromkeys(controllers.split(","), name)
+    """The quota in cores, or infinity. The quota of a control group includes the groups inside: the smallest counts."""
+    group = PurePosixPath("/")
+    with suppress(OSError, IndexError):  # not Linux
+        group = PurePosixPath((root / "proc/self/cgroup").read_text().strip().split(":", 2)[2])
     least = math.inf
-    for version, files in (("", ["cpu.max"]), ("cpu", ["cpu.cfs_quota_us", "cpu.cfs_period_us"])):
-        group = PurePosixPath(own[version])
-        # In a container, the group may have its outside name but be mounted at the top.
-        for place in (group, *group.parents):
-            folder = root / "sys/fs/cgroup" / version / str(place).lstrip("/")
-            with suppress(OSError, ValueError):  # missing, or "max"
-                quota, period = (int(word) for file in files for word in (folder / file).read_text().split())
-                if quota > 0:
-                    least = min(least, quota / period)
+    # In a container, the group may have its outside name but be mounted at the top.
+    for place in (group, *group.parents):
+        with suppress(OSError, ValueError):  # missing, or "max"
+            quota, period = map(int, (root / "sys/fs/cgroup" / str(place).lstrip("/") / "cpu.max").read_text().split())
+            least = min(least, quota / period)
     return least

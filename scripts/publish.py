@@ -17,9 +17,8 @@ def main() -> None:
     parser.add_argument("folder", help="the checkpoint")
     parser.add_argument("repository", metavar="OWNER/REPO", help="is created if it does not exist")
     parser.add_argument("--private", action="store_true", help="make a new repository private")
-    parser.add_argument("--tag", help="a tag for the commit")
     args = parser.parse_args()
-    published = bkn_zoo.push_to_hub(args.folder, args.repository, private=args.private, tag=args.tag)
+    published = bkn_zoo.push_to_hub(args.folder, args.repository, private=args.private)
     print(f"published as {args.repository}@{published.commit}")
 
 

@@ -1,20 +1,22 @@
 """Fills the tables and numbers of the documents from the JSON files under results/ and the checkpoints' configs.
 
-python scripts/report.py      # docs/performance.md and its appendix and plot, docs/runs.md, MODEL_CARD.md, the cards
-                              # of checkpoints/, docs/full_length.png, and tables of README.md, docs/imagenet.md,
+python scripts/report.py      # docs/performance.md and its plot, docs/runs.md, MODEL_CARD.md, the cards
+                              # of checkpoints/, and tables of README.md, docs/imagenet.md,
                               # docs/service.md and docs/conversion.md; those of studies: scripts/study.py --table
 """
 
+import argparse
 import json
+import random
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from studies.card_sections import zoo_checkpoint_card
 from studies.figures import save_figures
-from studies.full_length import full_length_figure, full_lengths
 from studies.performance import Records, picture, read_benchmarks, summary, tables
-from studies.records import read_runs, read_twins
-from studies.render import Content, frame, rendered, write
+from studies.render import NUMBER, Content, frame, pages, rendered, write
 from studies.zoo_pages import runs_page, short_list, zoo_card
 
 from bkn_zoo.checkpoints.config import Config
@@ -32,15 +34,14 @@ def checkpoints() -> dict[str, Config]:
 def regions() -> dict[Path, dict[str, Content]]:
     """The contents of the marked regions of each page."""
     benchmarks, configs = read_benchmarks(RESULTS), checkpoints()
-    runs = read_runs(RESULTS / "runs") + read_runs(RESULTS / "runs" / "trials")
     return {
         DOCS / "performance.md": summary(benchmarks),
-        DOCS / "performance_tables.md": tables(benchmarks, RESULTS, CHECKPOINTS),
+        RESULTS / "tables" / "performance": tables(benchmarks, RESULTS, CHECKPOINTS),
         DOCS / "runs.md": runs_page(RESULTS, list(configs)),
         DOCS / "imagenet.md": {"cost": frame(imagenet(benchmarks))},
         DOCS / "service.md": {"attacks": attacks(json.loads((RESULTS / "attack.json").read_text()))},
         DOCS / "conversion.md": conversion(json.loads((RESULTS / "conversion.json").read_text())["rows"]),
-        ROOT / "MODEL_CARD.md": zoo_card(configs, runs),
+        ROOT / "MODEL_CARD.md": zoo_card(configs, RESULTS),
         ROOT / "README.md": {"checkpoints": frame(short_list(configs))},
     }
 
@@ -134,12 +135,36 @@ def attacks(records: dict[str, Any]) -> Content:
 
 def figures() -> dict[str, Any]:
     """The figures of docs/, by name."""
-    return {
-        "full_length": full_length_figure(full_lengths(read_twins(RESULTS))),
-        "performance": picture(read_benchmarks(RESULTS)),
-    }
+    return {"performance": picture(read_benchmarks(RESULTS))}
+
+
+REGION = re.compile(r"```.*?```|<!-- begin: [\w.-]+ -->\n.*?<!-- end: [\w.-]+ -->", re.DOTALL)
+MEASURED = re.compile(r"\d(\.\d+)?( to [\d.]+)? ?(%|points?|ms|MB|GB|GiB|times|seconds|minutes|hours)|\d\.\d")
+
+
+def sampled(count: int, seed: int) -> Iterator[str]:
+    """Random sentences with measured numbers, outside code and tables, each with the cells that they come from."""
+    found = []
+    for path in pages():
+        lines = REGION.sub("", path.read_text(encoding="utf-8")).splitlines()
+        prose = "\n".join(line for line in lines if not line.startswith(("|", "#", "!", "    ")))
+        for sentence in re.split(r"(?<=[.:;])\s+|\n\n", prose):
+            shown = re.sub(r"<!--.*?-->", "", " ".join(sentence.split()))
+            if MEASURED.search(re.sub(r"\([^)]*\)|`[^`]*`", "", shown)):
+                found.append((path.name, shown, NUMBER.findall(sentence)))
+    for number, (page, shown, markers) in enumerate(random.Random(seed).sample(found, count), 1):
+        yield f"{number}. {page}: {shown}"
+        for marker, *_, value in markers:
+            yield f"   {value} = {marker[5:-3]}"
 
 
 if __name__ == "__main__":
-    write(rendered(regions()) | cards())
-    save_figures(figures(), DOCS)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sample", type=int, metavar="N", help="only print N random sentences with their records")
+    parser.add_argument("--seed", type=int, default=0, help="of the sentences (default: 0)")
+    args = parser.parse_args()
+    if args.sample:
+        print(*sampled(args.sample, args.seed), sep="\n")
+    else:
+        write(rendered(regions()) | cards())
+        save_figures(figures(), DOCS)

@@ -20,6 +20,9 @@ PAGES = {
 }
 """Files of the repository, and the pages that they become."""
 
+BOOSTS = {"guide.md": 4, "training.md": 4, "finetuning.md": 2, "service.md": 2, "runs.md": 0.1, "changelog.md": 0.1}
+"""How much the search prefers a page: those that say how to do something, before records."""
+
 PICTURES = (".png", ".jpg", ".svg")
 LINK = re.compile(r"""(\]\(|\bsrc=")(?!\w+:|\#|/)([^)\s"\#]+)""")
 
@@ -43,8 +46,9 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(text: str, page: Any, **others: Any) -> str:
-    """Rewrite the links of pages in docs/; those of the others are rewritten already."""
+    """Rank the page in the search, and rewrite links of pages in docs/; those of the others are rewritten already."""
     source = page.file.src_uri
+    page.meta["search"] = {"boost": BOOSTS.get(source, 1)}
     return text if source in PAGES.values() else rewritten(text, f"docs/{source}")
 
 

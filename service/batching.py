@@ -26,12 +26,11 @@ FAILED = "the image could not be classified: try again; if it fails again, tell 
 
 
 class Answer(NamedTuple):
-    """The scores of one image, its time in the queue and in the engine, and its drift, if watched."""
+    """The scores of one image, and its time in the queue and in the engine."""
 
     scores: Tensor
     queue_seconds: float
     inference_seconds: float
-    drift: float | None = None
 
 
 @dataclass(eq=False)
@@ -46,25 +45,20 @@ class Call:
 
 
 class ModelQueue:
-    """The queue of one model.
-
-    Images with different statistics modes never share a batch. If a batch fails, its images run one by one, so one
-    image does not affect others.
+    """The queue of one model. Images with different statistics modes never share a batch.
 
     Args:
         run: a function from images (n, 3, height, width) and a statistics mode to scores (n, classes).
         length: largest number of waiting requests, without those that are running.
         max_batch, max_wait: largest batch, and the seconds that its first image waits for others.
         threads: number of batches that run at once.
-        drift: a function from images to their drift scores.
     """
 
     def __init__(
         self, name: str, run: Callable[[Tensor, str], Tensor], metrics: Metrics,
         length: int, max_batch: int = 1, max_wait: float = 0.0, threads: int = 1,
-        drift: Callable[[Tensor], Tensor] | None = None,
     ) -> None:  # fmt: skip
-        self.name, self.run, self.metrics, self.drift = name, run, metrics, drift
+        self.name, self.run, self.metrics = name, run, metrics
         self.length, self.max_batch, self.max_wait, self.threads = length, max_batch, max_wait, threads
         self._length = metrics.queue_length.labels(name)
         self.admitted = 0
@@ -79,10 +73,7 @@ class ModelQueue:
 
     @property
     def share(self) -> int:
-        """The number of images of one request that are processed at once: one is decoded while another runs.
-
-        With several streams or batches there are more, but few enough that images of other requests join a batch.
-        """
+        """How many images of one request are processed at once: one is decoded while others run."""
         return max(1 + self.threads, self.max_batch // 4)
 
     @contextmanager
@@ -100,7 +91,8 @@ class ModelQueue:
         finally:
             with self._change:
                 self.admitted -= 1
-                if self._closing:  # only then does the thread wait for places to be returned
+                # Only then does the thread wait for places to be returned.
+                if self._closing:
                     self._change.notify_all()
 
     def submit(self, image: Tensor, statistics: str) -> Future[Answer]:
@@ -110,7 +102,8 @@ class ModelQueue:
         with self._change:
             self._calls.append(call)
             self._noted()
-            if not self._threads:  # a request that got this queue just before it was closed is still served
+            # A request that got this queue just before it was closed is still served.
+            if not self._threads:
                 self._start()
         return call.future
 
@@ -159,29 +152,26 @@ class ModelQueue:
         try:
             images = torch.stack([call.image for call in batch]) if len(batch) > 1 else batch[0].image[None]
             scores = self.run(images, statistics)
-            drifts = [None] * len(batch) if self.drift is None else self.drift(images).tolist()
-        except BknZooError as error:  # the engine refuses the mode, which all images of the batch share
-            for call in batch:
-                call.future.set_exception(of_the_image(error))
-            return
-        except BaseException:  # even SystemExit, which would end the thread
-            requests = ", ".join(str(call.request) for call in batch)
-            log.exception("a batch of %d failed", len(batch), extra={"model": self.name, "requests": requests})
-            if len(batch) == 1:
+        # Even SystemExit, which would end the thread.
+        except BaseException as error:
+            if len(batch) > 1:
+                # One by one, so that one image does not affect the others.
+                for call in batch:
+                    self._answer([call])
+            elif isinstance(error, BknZooError):
+                batch[0].future.set_exception(of_the_image(error))
+            else:
+                log.exception("an image failed", extra={"model": self.name, "request_id": batch[0].request})
                 batch[0].future.set_exception(ServiceError("internal", FAILED))
-            for call in batch if len(batch) > 1 else []:
-                self._answer([call])
             return
         seconds = time.perf_counter() - begun
         self._seconds_per_image = 0.9 * self._seconds_per_image + 0.1 * seconds / (len(batch) * self.threads)
         self.metrics.inference_seconds.labels(self.name, statistics).observe(seconds)
         self.metrics.batch_size.labels(self.name).observe(len(batch))
-        for call, row, drift in zip(batch, scores, drifts, strict=True):
-            if drift is not None:
-                self.metrics.drift.labels(self.name).observe(drift)
+        for call, row in zip(batch, scores, strict=True):
             self.metrics.confidence.labels(self.name, statistics).observe(row.max().item())
             self.metrics.queue_seconds.labels(self.name).observe(begun - call.entered)
-            call.future.set_result(Answer(row, begun - call.entered, seconds, drift))
+            call.future.set_result(Answer(row, begun - call.entered, seconds))
 
     def _withdraw(self, call: Call) -> None:
         with self._change:

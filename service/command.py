@@ -1,15 +1,13 @@
 """The command. A process that only supervises workers does not import the modules for serving."""
 
 import gc
-import os
 import sys
-import warnings
 from typing import TYPE_CHECKING
 
 from bkn_zoo.errors import BknZooError
 
 from .logs import failed, set_up_logs
-from .settings import OLD_PREFIX, Settings, read_settings
+from .settings import Settings, read_settings
 
 if TYPE_CHECKING:
     from .workers import WorkerLink
@@ -17,8 +15,6 @@ if TYPE_CHECKING:
 
 def serve_command(arguments: list[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT. Returns 0, or 1 if the service could not start."""
-    _open_standard_streams()
-    warnings.filterwarnings("default", OLD_PREFIX, DeprecationWarning)  # Python hides them by default
     try:
         settings = read_settings(sys.argv[1:] if arguments is None else arguments)
         set_up_logs()
@@ -30,17 +26,6 @@ def serve_command(arguments: list[str] | None = None) -> int:
         return supervise(settings, serve_alone)
     except BknZooError as error:
         return failed(error)
-
-
-def _open_standard_streams() -> None:
-    """Open closed standard streams (`2>&-`). Otherwise other files would get their numbers and be written to."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # uses the lowest free number
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
 
 
 def serve_alone(settings: Settings, link: "WorkerLink | None" = None) -> int:

@@ -1,35 +1,132 @@
-"""Where images are decoded: cheap ones in threads, as many as there are cores, and all others in processes."""
+"""Where images are decoded: cheap ones in threads, as many as there are cores, and all others in processes.
+
+What an image costs is estimated from its first bytes. The times are those of one slow core, measured for each class of
+file.
+"""
 
 import asyncio
 import heapq
 import itertools
 import math
+import struct
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from enum import IntEnum
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from PIL.ImageFile import ImageFile
 from torch import Tensor
 
 from bkn_zoo.cores import usable_cores
-from bkn_zoo.errors import ImageError, ImageTooLargeError
+from bkn_zoo.images.formats import find_format, tiff_size, webp_size
+from bkn_zoo.images.reading import open_header
 from bkn_zoo.inference.classifier import Classifier
 
-from .costs import Cost, Kind, estimate
-from .errors import ServiceError, of_the_image
+from .errors import ServiceError
 from .settings import Settings
 from .slow_decoder import SlowDecoder
 
+# Seconds; above it an image is decoded in a process.
+CHEAP = 0.06
+# Seconds up to which a plain JPEG or PNG is a photograph.
+PHOTOGRAPH = 0.6
+# Of a JPEG, or chunks of a PNG; Pillow takes Python microseconds for each.
+MAX_SEGMENTS = 256
+# Seconds per pixel.
+PNG, PNG_WITH_ALPHA, BMP, WEBP, JPEG = 40e-9, 80e-9, 5e-9, 60e-9, 15e-9
+# Seconds per pixel and scan of a progressive JPEG.
+JPEG_SCAN = 2.5e-9
+# Seconds per byte. A PNG may consist of empty deflate blocks.
+JPEG_BYTE, PROGRESSIVE_BYTE, PNG_BYTE = 20e-9, 45e-9, 100e-9
+# Of a JPEG: frames of the usual kind, which are neither progressive nor arithmetically coded.
+USUAL_FRAMES = {b"\xff\xc0", b"\xff\xc1"}
 # Of slow images at once; one takes up to 16 bytes for each.
 PIXELS_PER_CORE = 12_500_000
 # Times as much as is decoded at once may wait for it.
 BACKLOG = 4
 # Seconds that a later, smaller input may overtake, for each byte and for each estimated second of an image.
 HANDICAP_PER_BYTE, HANDICAP_PER_SECOND = 5e-7, 10
-# Of the processes, by the kind of their images: small images come first, photographs second.
-NICENESS = {Kind.PHOTOGRAPH: 5, Kind.SLOW: 10}
 
 Result = TypeVar("Result")
+
+
+class Kind(IntEnum):
+    """Which images an image may have to wait for: those of its own kind."""
+
+    CHEAP = 0
+    PHOTOGRAPH = 1
+    SLOW = 2
+
+
+# Of the processes: small images come first, photographs second.
+NICENESS = {Kind.PHOTOGRAPH: 5, Kind.SLOW: 10}
+
+
+class Cost(NamedTuple):
+    """What decoding takes. The image is opened if the file is cheap."""
+
+    kind: Kind
+    # How many the file says it has; 0 if it does not say.
+    pixels: int
+    # Infinite for formats whose structure can hide work.
+    seconds: float = math.inf
+    image: ImageFile | None = None
+
+
+def estimate(data: bytes, max_pixels: int) -> Cost:
+    """The cost of a file; raises ImageError where its header shows that it cannot be used."""
+    name = find_format(data, "the image")
+    pixels = _pixels(name, data)
+    # Lossless WebP and its transparency may have a code for each tile, which takes long and hundreds of megabytes.
+    hides_work = name in ("GIF", "TIFF") or (name == "WebP" and (b"VP8L" in data or b"ALPH" in data))
+    markers = _markers(name, data)
+    if hides_work or len(markers) > MAX_SEGMENTS:
+        return Cost(Kind.SLOW, pixels)
+    if name == "WebP" and CHEAP < WEBP * pixels <= WEBP * max_pixels:
+        # Opening it would allocate all pixels.
+        return Cost(Kind.SLOW, pixels, WEBP * pixels)
+    image = open_header(data, max_pixels)
+    pixels, is_usual = image.width * image.height, False
+    if name == "JPEG" and USUAL_FRAMES & {*markers}:
+        seconds, is_usual = JPEG * pixels + JPEG_BYTE * len(data), True
+    elif name == "JPEG":
+        seconds = (JPEG + JPEG_SCAN * data.count(b"\xff\xda")) * pixels + PROGRESSIVE_BYTE * len(data)
+    elif name == "PNG":
+        is_plain = image.mode in ("1", "L", "P", "RGB") and "transparency" not in image.info
+        seconds, is_usual = (PNG if is_plain else PNG_WITH_ALPHA) * pixels + PNG_BYTE * len(data), True
+    else:
+        seconds = {"BMP": BMP, "WebP": WEBP}[name] * pixels
+    if seconds <= CHEAP:
+        return Cost(Kind.CHEAP, pixels, seconds, image)
+    return Cost(Kind.PHOTOGRAPH if is_usual and seconds <= PHOTOGRAPH else Kind.SLOW, pixels, seconds)
+
+
+def _pixels(name: str, data: bytes) -> int:
+    """The pixels of formats that are costly to open; 0 for others, and where they are missing."""
+    sizes = {"TIFF": tiff_size, "WebP": webp_size, "GIF": lambda data: struct.unpack_from("<HH", data, 6)}
+    try:
+        return math.prod(sizes[name](data))
+    except (struct.error, KeyError, ValueError):
+        return 0
+
+
+def _markers(name: str, data: bytes) -> list[bytes]:
+    """The first segments of a JPEG up to its pixels, or chunks of a PNG; where it is damaged, opening it says so."""
+    found: list[bytes] = []
+    place = {"PNG": 8, "JPEG": 2}.get(name, len(data))
+    while len(found) <= MAX_SEGMENTS and not {b"IEND", b"\xff\xda"} & {*found[-1:]}:
+        try:
+            if name == "PNG":
+                length, marker = struct.unpack_from(">I4s", data, place)
+                place += 12 + length
+            else:
+                marker, length = struct.unpack_from(">2sH", data, place)
+                place += 2 + length
+        except struct.error:
+            break
+        found.append(marker)
+    return found
 
 
 class Decoders:
@@ -42,14 +139,11 @@ class Decoders:
         # One, since it competes with the event loop for Python's lock.
         self._texts = PriorityThreads("parser", 1, 1, math.inf)
         # One core less, for everything else; and half of the places of a queue, for small images.
-        most, places = max(settings.max_pixels, cores * PIXELS_PER_CORE), settings.queue_length // 2
-        self._large = {kind: PriorityThreads(f"{kind.name.lower()} decoder", max(1, cores - 1), most, places)
-                       for kind in NICENESS}  # fmt: skip
+        threads, places = max(1, cores - 1), settings.queue_length // 2
+        most = max(settings.max_pixels, cores * PIXELS_PER_CORE)
+        self._large = {kind: PriorityThreads(f"{kind.name} decoder", threads, most, places) for kind in NICENESS}
         self._idle: dict[Kind, list[SlowDecoder]] = {kind: [] for kind in NICENESS}
-
-    @property
-    def _threads(self) -> "list[PriorityThreads]":
-        return [self._small, self._texts, *self._large.values()]
+        self._threads = [self._small, self._texts, *self._large.values()]
 
     @property
     def busy(self) -> bool:
@@ -58,28 +152,6 @@ class Decoders:
     async def parse_text(self, size: int, parse: Callable[..., Result], *arguments: Any) -> Result:
         """Parse so many bytes of text in a thread, small texts first."""
         return await self._texts.run(1, HANDICAP_PER_BYTE * size, parse, *arguments)
-
-    async def within(self, images: list[bytes | ServiceError]) -> list[bytes | ServiceError]:
-        """The same, with an error for those that are more pixels than allowed together with those before them."""
-        size = sum(len(image) for image in images if isinstance(image, bytes))
-        return await self._small.run(1, HANDICAP_PER_BYTE * size, self._within, images)
-
-    def _within(self, images: list[bytes | ServiceError]) -> list[bytes | ServiceError]:
-        found: list[bytes | ServiceError] = []
-        left = self.max_pixels
-        for image in images:
-            try:
-                pixels = 0 if isinstance(image, ServiceError) else estimate(image, self.max_pixels).pixels
-                if pixels > left:
-                    raise ImageTooLargeError(
-                        f"the images of a request may have {self.max_pixels:,} pixels together, and this one has "
-                        f"{pixels:,} where {left:,} are left: send it by itself."
-                    )
-                left -= pixels
-                found.append(image)
-            except ImageError as error:
-                found.append(of_the_image(error))
-        return found
 
     async def prepare(self, classifier: Classifier, image: bytes) -> Tensor:
         found = await self._small.run(1, HANDICAP_PER_BYTE * len(image), self._prepare_if_cheap, classifier, image)
@@ -110,17 +182,14 @@ class Decoders:
     def stop(self) -> None:
         for threads in self._threads:
             threads.stop()
-        for idle in self._idle.values():
-            while idle:
-                idle.pop().stop()
+        for decoder in itertools.chain(*self._idle.values()):
+            decoder.stop()
 
 
 class PriorityThreads:
-    """Threads that do a limited amount of work at once, and small work first.
+    """Threads that do work of a limited weight at once, and small work first.
 
-    Args:
-        most: the weight of the work that runs at once.
-        places: how many may wait, as long as they weigh no more than `BACKLOG` times what runs at once.
+    So many `places` may wait, as long as they weigh no more than `BACKLOG` times what runs at once.
     """
 
     def __init__(self, name: str, threads: int, most: int, places: float) -> None:
@@ -136,11 +205,7 @@ class PriorityThreads:
         return self._free < self.most
 
     async def run(self, weight: int, handicap: float, work: Callable[..., Result], *arguments: Any) -> Result:
-        """Do some work when it is its turn.
-
-        Args:
-            handicap: seconds; later work with a smaller handicap may overtake within the difference.
-        """
+        """Do some work when it is its turn. Later work may overtake if its handicap, in seconds, is so much smaller."""
         full = self._waiting >= self.places or self._waiting_weight + weight > BACKLOG * self.most
         if full and self.places < math.inf:
             raise ServiceError(
@@ -151,12 +216,6 @@ class PriorityThreads:
         # Whether or not anybody still waits for it: until it has ended it takes its share.
         running.add_done_callback(partial(self._leave, weight))
         return await asyncio.shield(running)
-
-    def _leave(self, weight: int, running: asyncio.Future[Any]) -> None:
-        self._give_back(weight)
-        if not running.cancelled():
-            # Otherwise asyncio would log the error of an image whose client has gone.
-            running.exception()
 
     async def _turn(self, weight: int, handicap: float) -> None:
         """Wait until work of this weight may begin."""
@@ -169,8 +228,9 @@ class PriorityThreads:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # it was its turn already
-                self._give_back(weight)
+            # It was its turn already.
+            if not turn.cancelled():
+                self._leave(weight, turn)
             raise
         finally:
             self._waiting -= 1
@@ -183,9 +243,12 @@ class PriorityThreads:
                 self._free -= weight
                 turn.set_result(None)
 
-    def _give_back(self, weight: int) -> None:
+    def _leave(self, weight: int, done: asyncio.Future[Any]) -> None:
         self._free += weight
         self._begin()
+        # Otherwise asyncio would log the error of an image whose client has gone.
+        if not done.cancelled():
+            done.exception()
 
     def stop(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

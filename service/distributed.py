@@ -13,11 +13,9 @@ SPARE = 32  # requests without a place in a queue, for pages, health and metrics
 
 
 def application(arguments: dict[str, Any]) -> serve.Application:
-    """Build the application. `import_path` of a `serve deploy` file refers to this function.
+    """Build the application with these settings. `import_path` of a `serve deploy` file refers to this function.
 
-    Args:
-        arguments: settings of the service (`queue_length: 64`), without those of its HTTP server, which Ray's proxy
-            replaces. Other settings, including API keys, come from the environment of each replica.
+    Other settings, including API keys, come from the environment of each replica.
     """
     settings = _settings(arguments)
     # Ray must send a replica more requests than fit into its queue, so that the replica refuses them with 429 and

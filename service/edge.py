@@ -18,11 +18,11 @@ import logging
 import re
 import time
 from collections import deque
+from contextlib import suppress
 from typing import Any, cast
 from urllib.parse import unquote
 
 import httptools
-from fastapi.responses import JSONResponse, RedirectResponse, Response
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -50,29 +50,32 @@ SLICE = 8192
 BODY_PER_FRAMING = 8
 # Times `stall_seconds`: time to read on after a response that came before the end of its request.
 LINGER = 3
+# Seconds that a connection stays open between two requests.
+IDLE = 75.0
 END_OF_HEAD = re.compile(rb"\n\r?\n")
 # Of a target in absolute form.
 AUTHORITY = re.compile(rb"https?://[^/?#]*", re.IGNORECASE)
-NOT_HTTP = (
-    f"this is not HTTP/1.1, or it has more than {MAX_HEADERS} headers or {MAX_HEAD} bytes of them: "
-    "see /docs for examples."
-)
+NOT_HTTP = f"this is not HTTP/1.1, or it has more than {MAX_HEADERS} headers or {MAX_HEAD} bytes of them: see /docs."
 BROKEN_BODY = "the framing of the body is invalid: send Content-Length, or larger chunks."
 
 
 class Edge:
-    """The state that all connections share.
-
-    Attributes:
-        most: largest number of connections; more are accepted only for health checks.
-        awaited: connections that wait for their client, the longest silent first.
-        draining: whether responses ask clients to close the connection.
-    """
+    """The state that all connections share."""
 
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
         self.settings, self.metrics = settings, metrics
-        self.most = max(1, min(settings.max_connections, _files_allowed() - SPARE_FILES - RESERVE))
+        # More connections than these are accepted only for health checks.
+        self.most = settings.max_connections
+        # Not on Windows.
+        with suppress(ImportError):
+            import resource
+
+            files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            if files != resource.RLIM_INFINITY:
+                self.most = max(1, min(self.most, files - SPARE_FILES - RESERVE))
+        # Connections that wait for their client, the longest silent first.
         self.awaited: dict[Connection, None] = {}
+        # Whether responses ask clients to close the connection.
         self.draining = False
         self._unparsed: deque[Connection] = deque()
         self._scheduled = False
@@ -98,16 +101,6 @@ class Edge:
             loop.call_soon(self._turn, loop)
 
 
-def _files_allowed() -> int:
-    """The largest number of file descriptors of this process; very large if there is no limit."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 2**20
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return 2**20 if limit == resource.RLIM_INFINITY else limit
-
-
 class Flow(FlowControl):
     """Reading stays paused while received input waits to be parsed."""
 
@@ -119,21 +112,13 @@ class Flow(FlowControl):
 
 
 class Exchange(RequestResponseCycle):
-    """One request and its response.
-
-    Attributes:
-        edge: tells whether the service is draining.
-        refusal: why the rest of the body cannot be read, if so.
-        ends: whether the connection ends after the response.
-    """
+    """One request and its response."""
 
     edge: Edge
+    # Why the rest of the body cannot be read, if so.
     refusal: ServiceError | None = None
+    # Whether the connection ends after the response.
     ends = False
-
-    def refuse(self, refusal: ServiceError) -> None:
-        self.refusal = refusal
-        self.message_event.set()
 
     async def receive(self) -> Any:
         message = await super().receive()
@@ -164,20 +149,16 @@ class Connection(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.edge, self.settings = edge, edge.settings
-        # Received, but not parsed yet.
-        self._input = bytearray()
-        # Whether it waits for its turn to parse.
-        self._is_queued = False
-        # Whether a part of the next head has arrived.
-        self._heard = False
-        # Requests since data arrived.
-        self._in_a_row = 0
+        # Received, but not parsed yet; and whether it waits for its turn to parse.
+        self._input, self._is_queued = bytearray(), False
+        # Whether a part of the next head has arrived, and the requests since data arrived.
+        self._heard, self._in_a_row = False, 0
         # Bytes of a body with a length that did not arrive yet, and of a chunked body: received, and its framing.
         self._left = self._size = self._framing = 0
         # Whether what follows is not a request, and is dropped.
         self._surplus = False
         self._lingers_until: float | None = None
-        self._patience: asyncio.TimerHandle | None = None
+        self._patience = self.loop.call_later(self.settings.stall_seconds, self._too_slow)
         self._write_patience: asyncio.TimerHandle | None = None
 
     # Called by the transport and by the server
@@ -190,12 +171,12 @@ class Connection(HttpToolsProtocol):
             self.edge.make_room()
         if len(self.connections) > self.edge.most + RESERVE:
             return self.cut("too many")
-        self._wait(self.settings.head_seconds)
+        self._wait(self.settings.stall_seconds)
 
     def data_received(self, data: bytes) -> None:
-        if self in self.edge.awaited:  # move it to the end
-            del self.edge.awaited[self]
-            self.edge.awaited[self] = None
+        if self in self.edge.awaited:
+            # Move it to the end.
+            self.edge.awaited[self] = self.edge.awaited.pop(self)
         self._in_a_row = 0
         if self._lingers_until is not None:
             return self._wait(min(self.settings.stall_seconds, self._lingers_until - self.loop.time()))
@@ -209,9 +190,9 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
         self.edge.metrics.connections.dec()
         self.edge.awaited.pop(self, None)
-        for timer in (self._patience, self._write_patience):
-            if timer is not None:
-                timer.cancel()
+        self._patience.cancel()
+        if self._write_patience is not None:
+            self._write_patience.cancel()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -271,7 +252,7 @@ class Connection(HttpToolsProtocol):
         """Begin a request if its head is complete."""
         if self._input and not self._heard:
             self._heard = True
-            self._wait(self.settings.head_seconds)
+            self._wait(self.settings.stall_seconds)
         if self._input[:1] in (b"\r", b"\n"):
             # Clients of old sent an empty line after a body.
             self._input = self._input.lstrip(b"\r\n")
@@ -318,8 +299,10 @@ class Connection(HttpToolsProtocol):
             self._surplus = True
             self._input.clear()
             if self.cycle.more_body:
-                self.cycle.refuse(ServiceError("malformed_request", BROKEN_BODY))
-            else:  # another request follows in the slice, and the parser cannot stop between them
+                self.cycle.refusal = ServiceError("malformed_request", BROKEN_BODY)
+                self.cycle.message_event.set()
+            else:
+                # Another request follows in the slice, and the parser cannot stop between them.
                 self.cycle.keep_alive = False
 
     def _update_reading(self) -> None:
@@ -327,8 +310,8 @@ class Connection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         is_ahead = self._is_answering and not self.cycle.more_body and bool(self._input)
-        cast(Flow, self.flow).held = self._is_queued or is_ahead
-        if self._is_queued or is_ahead:
+        held = cast(Flow, self.flow).held = self._is_queued or is_ahead
+        if held:
             self.flow.pause_reading()
         elif not self._is_answering or len(self.cycle.body) <= HIGH_WATER_LIMIT:
             self.flow.resume_reading()
@@ -347,17 +330,12 @@ class Connection(HttpToolsProtocol):
         is_known = version == "1.0" or (version == "1.1" and hosts == 1)
         if not is_known or hosts > 1 or encodings not in ([], [b"chunked"]):
             raise ServiceError("malformed_request", NOT_HTTP)
-        answer = self._fill_scope(version)
-        is_last = False
-        if (
-            len(self.connections) > self.edge.most
-            and self.scope["path"].removeprefix(self.settings.root_path) not in QUIET
-        ):
-            answer, is_last = self._too_many(), True
-        if self._patience is not None:
-            self._patience.cancel()
+        self._fill_scope(version)
+        is_quiet = self.scope["path"].removeprefix(self.settings.root_path) in QUIET
+        is_refused = len(self.connections) > self.edge.most and not is_quiet
+        self._patience.cancel()
         self._in_a_row += 1
-        is_last = is_last or self._in_a_row >= MAX_PIPELINED or version == "1.0" or self.parser.should_upgrade()
+        is_last = is_refused or self._in_a_row >= MAX_PIPELINED or version == "1.0" or self.parser.should_upgrade()
         self._left = int(dict(self.headers).get(b"content-length", b"0"))
         self._size = self._framing = 0
         self.cycle = Exchange(
@@ -369,22 +347,19 @@ class Connection(HttpToolsProtocol):
         self.cycle.edge = self.edge
         # Trailers are dropped.
         self.headers = []
-        self._start_asgi_task(self.cycle, self.app if answer is None else Envelope(answer, self.edge.metrics))
+        self._start_asgi_task(self.cycle, self._too_many() if is_refused else self.app)
 
-    def _fill_scope(self, version: str) -> Response | None:
-        """Complete the ASGI scope of the request; the answer if it is only a redirect."""
+    def _fill_scope(self, version: str) -> None:
+        """Complete the ASGI scope of the request."""
         target, _, query = self.url.partition(b"?")
         target = AUTHORITY.sub(b"", target, count=1) or b"/" if AUTHORITY.match(target) else target
         root, path = self.settings.root_path, unquote(target.decode("ascii"))
-        at_root = root != "" and path == root
         # A proxy may have removed the root.
         path = path.removeprefix(root) if path.startswith(f"{root}/") else path
         self.scope |= cast(Any, {
             "http_version": version, "method": self.parser.get_method().decode("ascii"), "root_path": root,
             "path": root + path, "raw_path": target, "query_string": query,
         })  # fmt: skip
-        # The files of the page are found only if its address ends with a slash.
-        return RedirectResponse(f"{root}/") if at_root else None
 
     def on_body(self, body: bytes) -> None:
         self._size += len(body)
@@ -392,7 +367,8 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if self._left:  # of a request to upgrade, whose body the parser does not take for one
+        # Of a request to upgrade, whose body the parser does not take for one.
+        if self._left:
             return
         self.edge.awaited.pop(self, None)
         super().on_message_complete()
@@ -405,12 +381,13 @@ class Connection(HttpToolsProtocol):
         if self.cycle.ends:
             return self._end(all_read=not self.cycle.more_body)
         self._heard = False
-        self._wait(self.settings.idle_seconds)
+        self._wait(IDLE)
         self._parse()
 
-    def _too_many(self) -> JSONResponse:
+    def _too_many(self) -> Any:
         self.edge.metrics.rejected.labels("connections").inc()
-        return respond(ServiceError("overloaded", f"{self.edge.most} connections are open: try again in a second.", 1))
+        error = ServiceError("overloaded", f"{self.edge.most} connections are open: try again in a second.", 1)
+        return Envelope(respond(error), self.edge.metrics)
 
     def _refuse(self, error: ServiceError) -> None:
         """Respond to input that is not a valid request."""
@@ -427,8 +404,7 @@ class Connection(HttpToolsProtocol):
     def _wait(self, seconds: float) -> None:
         """Set the time limit for the client's next step."""
         self.edge.awaited.setdefault(self)
-        if self._patience is not None:
-            self._patience.cancel()
+        self._patience.cancel()
         self._patience = self.loop.call_later(seconds, self._too_slow)
 
     def _too_slow(self) -> None:
@@ -438,7 +414,7 @@ class Connection(HttpToolsProtocol):
             self.cut("lingered")
         elif self._heard:
             self.edge.metrics.cut.labels("slow head").inc()
-            seconds = self.settings.head_seconds
+            seconds = self.settings.stall_seconds
             self._refuse(ServiceError("too_slow", f"the headers took longer than {seconds:g} s: send them at once."))
         else:
             self._close()
@@ -455,8 +431,7 @@ class Connection(HttpToolsProtocol):
 
     def _close(self) -> None:
         """Close once everything is sent."""
-        if self._patience is not None:
-            self._patience.cancel()
+        self._patience.cancel()
         self.transport.close()
         if self.transport.get_write_buffer_size() and self._write_patience is None:
             self._write_patience = self.loop.call_later(self.settings.stall_seconds, self.cut, "not read")

@@ -15,9 +15,12 @@ from .metrics import Metrics
 log = logging.getLogger("bkn_zoo.service")
 
 ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-METHODS = ("GET", "HEAD", "POST", "OPTIONS", "PUT", "PATCH", "DELETE")  # labels of metrics
-QUIET = ("/health/live", "/health/ready", "/metrics")  # requested all the time
+# Labels of metrics.
+METHODS = ("GET", "HEAD", "POST", "OPTIONS", "PUT", "PATCH", "DELETE")
+# Requested all the time.
+QUIET = ("/health/live", "/health/ready", "/metrics")
 SAFETY = [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")]
+FAILED = "an internal error occurred: try again; if it fails again, tell the operator of this service."
 POLICY = b"content-security-policy"
 PAGE_POLICY = b"default-src 'self'; img-src 'self' blob: data:; frame-ancestors 'none'; base-uri 'none'"
 
@@ -34,8 +37,6 @@ class Envelope:
         method = scope["method"]
         if method == "HEAD":  # handled like GET; `uvicorn` omits the body
             scope = {**scope, "method": "GET"}
-        # Ranges are useless for a page of a few kilobytes, and the framework responds to invalid ones in plain text.
-        scope["headers"] = [pair for pair in scope["headers"] if pair[0] != b"range"]
         given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
         identity = given if ID.fullmatch(given) else uuid.uuid4().hex
         request_id.set(identity)
@@ -73,6 +74,3 @@ class Envelope:
             if route not in QUIET:
                 facts = {"method": method[:20], "path": scope["path"][:200], "status": status or 499}
                 log.info("request", extra={**facts, "ms": round(1000 * seconds, 2), **scope.get("facts", {})})
-
-
-FAILED = "an internal error occurred: try again; if it fails again, tell the operator of this service."

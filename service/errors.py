@@ -5,12 +5,10 @@ from fastapi.responses import JSONResponse
 from bkn_zoo.errors import BknZooError, BrokenImageError, ImageFormatError, ImageTooLargeError
 
 STATUSES = {
-    "malformed_request": 400, "invalid_key": 401, "unknown_model": 404, "too_slow": 408, "too_large": 413,
-    "unsupported_format": 415, "broken_image": 422, "bad_parameter": 422, "overloaded": 429, "internal": 500,
-    "unavailable": 503, "deadline": 504,
+    "malformed_request": 400, "invalid_key": 401, "unknown_model": 404, "not_found": 404, "method_not_allowed": 405,
+    "too_slow": 408, "too_large": 413, "unsupported_format": 415, "broken_image": 422, "bad_parameter": 422,
+    "overloaded": 429, "internal": 500, "unavailable": 503, "deadline": 504,
 }  # fmt: skip
-# Errors of the framework itself.
-CODES = {404: "not_found", 405: "method_not_allowed"}
 # Errors of the library that the image or the parameters caused.
 CAUSED = {ImageFormatError: "unsupported_format", ImageTooLargeError: "too_large", BrokenImageError: "broken_image"}
 
@@ -35,11 +33,7 @@ def error_body(error: ServiceError) -> dict[str, dict[str, str]]:
 
 
 def respond(error: ServiceError) -> JSONResponse:
-    return error_response(error.status, error.code, error.message, error.retry_after)
-
-
-def error_response(status: int, code: str, message: str, retry_after: int | None = None) -> JSONResponse:
-    headers = {"Retry-After": str(retry_after)} if retry_after is not None else {}
-    if status == 401:
+    headers = {"Retry-After": str(error.retry_after)} if error.retry_after is not None else {}
+    if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse({"error": {"code": code, "message": message}}, status, headers)
+    return JSONResponse(error_body(error), error.status, headers)

@@ -6,6 +6,7 @@ import logging
 import os
 from collections import Counter
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,57 +21,32 @@ log = logging.getLogger("bkn_zoo.service")
 Samples = Counter[str]
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 CONFIDENCES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
-DRIFTS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 
 
 class Metrics:
-    """The metrics of an app, including those of the process (memory, CPU time, files).
-
-    Args:
-        folder: where several processes exchange their metrics, so that each shows the sums.
-    """
+    """The metrics of an app and its process, or of several, which exchange them in a folder to show the sums."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder, self._can_share = folder, True
         self.registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
-        self.requests = prometheus_client.Counter(
-            "bkn_requests_total", "Requests by route and status.", ["method", "route", "status"], registry=registry
-        )
-        self.seconds = Histogram(
-            "bkn_request_seconds", "From the first byte of a request to its response.", ["route"], registry=registry,
-            buckets=SECONDS,
-        )  # fmt: skip
-        self.rejected = prometheus_client.Counter(
-            "bkn_rejected_total",
-            "Refused requests, and refused images of a batch, by reason.",
-            ["reason"],
-            registry=registry,
-        )
-        self.connections = Gauge("bkn_connections", "Open connections.", registry=registry)
-        self.cut = prometheus_client.Counter(
-            "bkn_connections_cut_total", "Aborted connections, by reason.", ["reason"], registry=registry
-        )
-        self.queue_length = Gauge("bkn_queue_length", "Requests in the queue of a model.", ["model"], registry=registry)
-        self.queue_seconds = Histogram(
-            "bkn_queue_seconds", "Time in the queue.", ["model"], registry=registry, buckets=SECONDS
-        )
-        self.inference_seconds = Histogram(
-            "bkn_inference_seconds", "Time in the engine, per batch.", ["model", "statistics"], registry=registry,
-            buckets=SECONDS,
-        )  # fmt: skip
-        self.batch_size = Histogram(
-            "bkn_batch_size", "Images per batch.", ["model"], registry=registry, buckets=(1, 2, 4, 8, 16, 32, 64)
-        )
-        self.confidence = Histogram(
-            "bkn_confidence", "Probability of the likeliest class, per image: it falls when images change.",
-            ["model", "statistics"], registry=registry, buckets=CONFIDENCES,
-        )  # fmt: skip
-        self.drift = Histogram(
-            "bkn_drift", "Share of usual images that are less unusual, per image: 0.5 on average until images change.",
-            ["model"], registry=registry, buckets=DRIFTS,
-        )  # fmt: skip
-        self.loaded = Gauge("bkn_model_loaded", "Processes with the model in memory.", ["model"], registry=registry)
+        counter = partial(prometheus_client.Counter, registry=registry)
+        gauge = partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry, buckets=SECONDS)
+        self.requests = counter("bkn_requests_total", "Requests by route and status.", ["method", "route", "status"])
+        self.seconds = histogram("bkn_request_seconds", "From the first byte of a request to its response.", ["route"])
+        about = "Refused requests, and refused images of a batch, by reason."
+        self.rejected = counter("bkn_rejected_total", about, ["reason"])
+        self.connections = gauge("bkn_connections", "Open connections.")
+        self.cut = counter("bkn_connections_cut_total", "Aborted connections, by reason.", ["reason"])
+        self.queue_length = gauge("bkn_queue_length", "Requests in the queue of a model.", ["model"])
+        self.queue_seconds = histogram("bkn_queue_seconds", "Time in the queue.", ["model"])
+        by_mode = ["model", "statistics"]
+        self.inference_seconds = histogram("bkn_inference_seconds", "Time in the engine, per batch.", by_mode)
+        self.batch_size = histogram("bkn_batch_size", "Images per batch.", ["model"], buckets=(1, 2, 4, 8, 16, 32, 64))
+        about = "Probability of the likeliest class, per image: it falls when images change."
+        self.confidence = histogram("bkn_confidence", about, by_mode, buckets=CONFIDENCES)
+        self.loaded = gauge("bkn_model_loaded", "Processes with the model in memory.", ["model"])
 
     async def share(self) -> None:
         """Save the samples for the other processes every second, until cancelled."""

@@ -1,4 +1,4 @@
-"""The pages for browsers: the web page, the API documentation, and CORS."""
+"""The pages for browsers: the web page and the API documentation."""
 
 import base64
 import hashlib
@@ -6,17 +6,15 @@ import re
 from pathlib import Path
 
 from fastapi import FastAPI
-from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import FileResponse, Response
 from fastapi.staticfiles import StaticFiles
-from starlette.datastructures import Headers
 
 from .envelope import POLICY
-from .errors import error_response
 
 STATIC = Path(__file__).parent / "static"
-SWAGGER = ("fastapi_offline", "static")  # the files of Swagger UI in a package that is not imported
+# The files of Swagger UI in a package that is not imported.
+SWAGGER = ("fastapi_offline", "static")
 DOCS_POLICY = (
     "default-src 'none'; connect-src 'self'; img-src 'self' data:; script-src 'self' {inline}; "
     "style-src 'self' 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'"
@@ -41,16 +39,3 @@ def add_pages(app: FastAPI) -> None:
         return documentation
 
     app.mount("/static", StaticFiles(directory=STATIC, packages=[SWAGGER]), name="static")
-
-
-class Cors(CORSMiddleware):
-    """CORS middleware with error responses in the format of the service."""
-
-    def preflight_response(self, request_headers: Headers) -> Response:
-        answer = super().preflight_response(request_headers)
-        if answer.status_code == 200:
-            return answer
-        reason = bytes(answer.body).decode()
-        refusal = error_response(answer.status_code, "cors_refused", f"{reason}: see --cors-origins of the service.")
-        refusal.headers["vary"] = answer.headers.get("vary", "Origin")
-        return refusal

@@ -6,7 +6,6 @@ import logging
 import math
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from bkn_zoo.checkpoints.folder import load_checkpoint
 from bkn_zoo.checkpoints.locate import Location, find, is_folder, locate, usable_checkpoints
 from bkn_zoo.cores import keep_to_quota
 from bkn_zoo.errors import BknZooError, InputError
-from bkn_zoo.images import image_files
 from bkn_zoo.inference.classifier import Classifier
 from bkn_zoo.models import Network
 from bkn_zoo.modes import MODES
@@ -30,10 +28,16 @@ from .settings import Settings
 
 log = logging.getLogger("bkn_zoo.service")
 
-PAUSE = 30  # seconds before a model that could not be loaded is tried again
-REST = 0.2  # seconds after which PyTorch's allocator on Arm reuses freed memory
-IDLE = 5  # seconds after which an unused model can be removed at once
-HEAD_START = 1  # second for the first requests before other modes are prepared
+# Seconds before a model that could not be loaded is tried again.
+PAUSE = 30
+# Seconds after which PyTorch's allocator on Arm reuses freed memory.
+REST = 0.2
+# Seconds that a model in use stays before another can replace it, and after which an unused model can be removed.
+STAY, UNUSED = 60, 5
+# A second for the first requests before other modes are prepared.
+HEAD_START = 1
+# Seconds that an image waits for others to form a batch; on a GPU only.
+MAX_WAIT = 0.004
 
 
 class Loaded:
@@ -43,15 +47,13 @@ class Loaded:
         how = (settings.device, settings.engine, settings.precision, settings.streams)
         self.classifier = Classifier(model, name, *how)
         if self.classifier.engine_name == "openvino":
-            torch.set_num_threads(1)  # PyTorch only preprocesses; more threads would disturb the engine
+            # PyTorch only preprocesses; more threads would disturb the engine.
+            torch.set_num_threads(1)
         else:
             keep_to_quota()
         size = self.classifier.model.config.preprocessing.size
         self._blank = torch.zeros(1, 3, size, size)
         self.classifier.scores(self._blank)
-        if settings.usual_images:
-            self.classifier.watch(image_files(settings.usual_images))
-        self.precisions = _precisions(self.classifier)
         self.cold = [mode for mode in MODES if mode != self.classifier.choose()]
         self.since = time.monotonic()
         # On a GPU, images run in batches. On a CPU batches gain nothing, and each stream takes the next image.
@@ -59,22 +61,19 @@ class Loaded:
         self.queue = ModelQueue(
             name, self.classifier.scores, metrics, settings.queue_length,
             max_batch=settings.max_batch if together else 1,
-            max_wait=settings.max_wait_ms / 1000 if together else 0.0,
-            threads=self.classifier.engine.streams, drift=self.classifier.drift,
+            max_wait=MAX_WAIT if together else 0.0,
+            threads=self.classifier.engine.streams,
         )  # fmt: skip
 
     def warm(self) -> None:
         """Prepare the remaining modes, so that no image waits for a compilation."""
-        begun = time.monotonic()
         while self.cold:
-            mode = self.cold.pop()  # removed first, so that a failing mode is not tried again
+            # Removed first, so that a failing mode is not tried again; a request for it will get the same error.
+            mode = self.cold.pop()
             try:
                 self.classifier.scores(self._blank, mode)
-            except BknZooError as error:  # a request for this mode will get the same error
-                log.info("%s cannot run in mode %s: %s", self.queue.name, mode, error)
-            except Exception:
-                log.exception("mode %s of %s could not be prepared", mode, self.queue.name)
-        log.info("warm", extra={"model": self.queue.name, "seconds": round(time.monotonic() - begun, 3)})
+            except Exception as error:
+                log.warning("%s cannot run in mode %s: %s", self.queue.name, mode, error)
 
 
 class Pool:
@@ -83,8 +82,9 @@ class Pool:
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
         self.settings, self.metrics = settings, metrics
         given = settings.models or usable_checkpoints()
+        # An error if one does not exist, before anything is loaded.
         for source in filter(is_folder, given):
-            Config.read(find(source) / CONFIG)  # an error if it does not exist, before anything is loaded
+            Config.read(find(source) / CONFIG)
         self.sources = {_public_name(source): source for source in given}
         if len(self.sources) < len(given):
             raise InputError(f"--models contains {', '.join(given)}, two of which have the same name: omit one.")
@@ -92,10 +92,10 @@ class Pool:
         self.failure: Exception | None = None
         self._loaded: dict[str, Loaded] = {}
         self._loading: dict[str, asyncio.Task[Loaded]] = {}
-        self._loader = ThreadPoolExecutor(1, "loader")  # one at a time, because each needs the memory of a whole model
-        self._turn = asyncio.Lock()  # otherwise two concurrent loads could exceed the limit
-        self._waiting = 0
-        self._failed: dict[str, float] = {}  # time until which a failed model is not tried again
+        # One at a time, because each needs the memory of a whole model, and two could exceed the limit.
+        self._loader, self._turn = ThreadPoolExecutor(1, "loader"), asyncio.Lock()
+        # Time until which a failed model is not tried again.
+        self._failed: dict[str, float] = {}
         self._warming: Future[None] | None = None
         self.started = False
 
@@ -112,9 +112,10 @@ class Pool:
             for name in first:
                 await self._load(name)
         except Exception as error:
-            expected = isinstance(error, BknZooError)
-            self.failure = error if expected else InputError("a model cannot be loaded: see the log.")
-            if not expected:  # otherwise the command or Ray prints the reason
+            self.failure = error
+            # Otherwise the command or Ray prints the reason.
+            if not isinstance(error, BknZooError):
+                self.failure = InputError("a model cannot be loaded: see the log.")
                 log.exception("the service cannot start")
         else:
             self.started = True
@@ -127,7 +128,8 @@ class Pool:
             cold = [loaded for loaded in self._loaded.values() if loaded.cold]
             if not cold or not self.started or self._loading:
                 continue
-            thread = ThreadPoolExecutor(1, "warmer of a model")  # a separate thread that ends, like that of the loader
+            # A separate thread that ends, like that of the loader.
+            thread = ThreadPoolExecutor(1, "warmer of a model")
             self._warming = thread.submit(cold[0].warm)
             thread.shutdown(wait=False)
             await asyncio.wrap_future(self._warming)
@@ -140,26 +142,18 @@ class Pool:
             raise ServiceError("unavailable", "the service is starting: try again in a few seconds.", retry_after=2)
         if name in self._loaded:
             return self._loaded[name]
+        message = f"{name} cannot be loaded at the moment: choose another model."
         if time.monotonic() < self._failed.get(name, 0.0):
-            raise ServiceError("unavailable", f"{name} cannot be loaded at the moment: choose another model.", PAUSE)
-        if self._waiting >= self.settings.queue_length:
-            raise ServiceError(
-                "overloaded", f"too many requests wait for models to load ({self._waiting}): try again later.", PAUSE
-            )
-        self._check_room(name)
-        self._waiting += 1
+            raise ServiceError("unavailable", message, PAUSE)
         try:
             return await asyncio.shield(self._load(name))
-        except ServiceError:  # other models were loaded first and stay for a while
+        except ServiceError:
+            # Other models were loaded first and stay for a while.
             raise
         except Exception as error:
             log.error("%s could not be loaded: %s", name, error, exc_info=not isinstance(error, BknZooError))
             self._failed[name] = time.monotonic() + PAUSE
-            raise ServiceError(
-                "unavailable", f"{name} cannot be loaded at the moment: choose another model.", PAUSE
-            ) from None
-        finally:
-            self._waiting -= 1
+            raise ServiceError("unavailable", message, PAUSE) from None
 
     def _known(self, name: str | None) -> str:
         """The name of an offered model, by default the first."""
@@ -186,7 +180,7 @@ class Pool:
     def _may_leave(self, name: str) -> float:
         """The time from which a model may be removed for another."""
         loaded = self._loaded[name]
-        return min(loaded.since + self.settings.stay_seconds, loaded.queue.used + IDLE)
+        return min(loaded.since + STAY, loaded.queue.used + UNUSED)
 
     def _load(self, name: str) -> asyncio.Task[Loaded]:
         """The task that loads a model, shared by all requests that wait for it."""
@@ -198,10 +192,12 @@ class Pool:
 
     async def _make(self, name: str) -> Loaded:
         async with self._turn:
-            return await self._make_in_turn(name)
+            self._check_room(name)
+            loaded = self._loaded[name] = await self._replace(name)
+            return loaded
 
-    async def _make_in_turn(self, name: str) -> Loaded:
-        self._check_room(name)
+    async def _replace(self, name: str) -> Loaded:
+        """Remove another model if there is no room, and load this one."""
         begun = time.monotonic()
         loop = asyncio.get_running_loop()
         # Download before another model is removed.
@@ -218,7 +214,6 @@ class Pool:
         finally:
             thread.shutdown(wait=False)
         self._loader.submit(_give_memory_back)
-        self._loaded[name] = loaded
         self.metrics.loaded.labels(name).set(1)
         log.info("loaded", extra={"model": name, "seconds": round(time.monotonic() - begun, 3)})
         return loaded
@@ -226,8 +221,10 @@ class Pool:
     def _exchange(self, leaving: list[ModelQueue], name: str, location: Location) -> Loaded:
         for queue in leaving:
             queue.close()
-            queue.join(self.settings.deadline)  # it serves the requests that it accepted
-        leaving.clear()  # free its memory before the other model is loaded
+            # It serves the requests that it accepted.
+            queue.join(self.settings.deadline)
+        # Free its memory before the other model is loaded.
+        leaving.clear()
         model = load_checkpoint(location, as_stored=True)
         return Loaded(name, model, self.settings, self.metrics)
 
@@ -238,7 +235,7 @@ class Pool:
 
     def describe(self) -> list[dict[str, Any]]:
         """The response of GET /v1/models."""
-        return [{"name": name, "default": name == self.names[0], **self._describe(name)} for name in self.names]
+        return [self._describe(name) for name in self.names]
 
     def labels(self, name: str | None) -> dict[str, Any]:
         """The response of GET /v1/labels."""
@@ -255,40 +252,26 @@ class Pool:
 
     def _describe(self, name: str) -> dict[str, Any]:
         loaded = self._loaded.get(name)
-        config = self._config(name, loaded)
-        if config is None:
-            return {"loaded": False}
-        return {
-            "loaded": loaded is not None,
-            "architecture": config.architecture,
-            "num_classes": config.num_classes,
-            "default_statistics": config.default_statistics,
-            "statistics_batch_size": config.statistics_batch_size,
-            "accuracy": config.accuracy,
-            "revision": loaded.classifier.revision if loaded else None,
-            "precision": loaded.classifier.engine.precision if loaded else None,
-            "precisions": loaded.precisions if loaded else {},
-        }
-
-
-def _precisions(classifier: Classifier) -> dict[str, str]:
-    """The precision of each mode, without modes that the engine does not support in its precision."""
-    found = {}
-    for mode in MODES:
-        with suppress(InputError):
-            found[mode] = classifier.engine.precision_at(mode)
-    return found
+        found: dict[str, Any] = {"name": name, "default": name == self.names[0], "loaded": loaded is not None}
+        if config := self._config(name, loaded):
+            fields = ("architecture", "num_classes", "default_statistics", "statistics_batch_size", "accuracy")
+            found |= {field: getattr(config, field) for field in (*fields, "measured_on")}
+            found["crop"] = config.preprocessing.crop if config.preprocessing else None
+        if loaded:
+            found |= {"revision": loaded.classifier.revision, "precision": loaded.classifier.engine.precision}
+        return found
 
 
 def _give_memory_back() -> None:
     """Return freed memory to the system after preparing a model."""
     time.sleep(REST)
-    torch.empty(2**25, dtype=torch.uint8)  # makes PyTorch's allocator on Arm release cached memory
-    trim = getattr(ctypes.pythonapi, "malloc_trim", None)  # only in glibc
-    if trim is not None:
+    # Makes PyTorch's allocator on Arm release cached memory.
+    torch.empty(2**25, dtype=torch.uint8)
+    # Only in glibc.
+    if trim := getattr(ctypes.pythonapi, "malloc_trim", None):
         trim(0)
 
 
 def _public_name(source: str) -> str:
-    """The name of a model for clients. A folder is named by its last part, to hide paths of this machine."""
+    """The name of a model for clients: of a folder only the last part, to hide paths of this machine."""
     return Path(source).expanduser().resolve().name if is_folder(source) else source

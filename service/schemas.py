@@ -1,11 +1,12 @@
 """The requests and responses of the API, for OpenAPI."""
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 Statistics = Literal["population", "sample", "expected"]
-TopK = Annotated[int, Field(ge=1, le=1000)]
+# Of one request.
+MAX_IMAGES = 32
 
 
 class Options(BaseModel):
@@ -15,7 +16,7 @@ class Options(BaseModel):
 
     model: str | None = Field(None, description="one of GET /v1/models; by default the first")
     statistics: Statistics | None = Field(None, description="statistics that normalize the image")
-    top_k: TopK = Field(5, description="number of labels to return")
+    top_k: int = Field(5, ge=1, le=1000, description="number of labels to return")
 
 
 class LabelScore(BaseModel):
@@ -37,9 +38,6 @@ class Classified(BaseModel):
     statistics: Statistics
     engine: str
     uncertain: bool = Field(description="whether the image may show none of the model's classes")
-    drift: float | None = Field(
-        None, description="share of the usual images that are less unusual; null without --usual-images"
-    )
     timing_ms: Timing
 
 
@@ -70,10 +68,11 @@ class Model(BaseModel):
     num_classes: int | None = None
     default_statistics: Statistics | None = None
     statistics_batch_size: int | None = None
-    accuracy: dict[str, dict[str, float]] = {}
+    accuracy: dict[str, dict[str, float]] = Field({}, description="in percent, of each statistics mode")
+    measured_on: str | None = Field(None, description="images of the accuracy, if not the data set's test images")
+    crop: float | None = Field(None, description="central square that the network sees, relative to the shorter side")
     revision: str | None = None
-    precision: str | None = None  # null until it is loaded
-    precisions: dict[str, str] = {}  # of each statistics mode; empty until it is loaded
+    precision: str | None = Field(None, description="null until it is loaded")
 
 
 class Models(BaseModel):
@@ -125,13 +124,13 @@ def upload(field: str, form: bool) -> dict[str, Any]:
     return {"parameters": query, "requestBody": {"required": True, "content": content}}
 
 
-def uploads(field: str, most: int) -> dict[str, Any]:
+def uploads(field: str) -> dict[str, Any]:
     """The same for `read_uploads`: several images in a form or in JSON."""
     body = upload(field, form=True)
     content = body["requestBody"]["content"]
     del content["application/octet-stream"], content["image/*"]
     for part in content.values():
         properties = part["schema"]["properties"]
-        properties[field] = {"type": "array", "items": properties[field], "minItems": 1, "maxItems": most}
+        properties[field] = {"type": "array", "items": properties[field], "minItems": 1, "maxItems": MAX_IMAGES}
     content["application/json"]["example"][field] = ["iVBORw0KGgo...", "/9j/4AAQ..."]
     return body

@@ -30,11 +30,8 @@ TICKS = 10
 class Server(uvicorn.Server):
     """uvicorn with our connections. It prints its address, drains before it stops, and stops if loading models fails.
 
-    It listens from the beginning, so that /health responds, and prints its address when the first models are loaded.
-
-    After SIGTERM it serves for another `drain_seconds`. During this time /health/ready returns 503, and every response
-    asks the client to close the connection. Then it stops listening, aborts unfinished uploads, and serves accepted
-    requests.
+    It listens from the beginning, so that /health responds. After SIGTERM it serves for another `drain_seconds`, in
+    which every response asks the client to close the connection. Then it aborts unfinished uploads.
     """
 
     def __init__(self, app: FastAPI, settings: Settings, link: WorkerLink | None = None) -> None:
@@ -52,7 +49,8 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: Any = None) -> None:
         if self._link is not None:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # `handle_exit` is installed now
+            # `handle_exit` is installed now.
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             if self.should_exit:
                 return
         await super().startup(sockets)
@@ -62,11 +60,8 @@ class Server(uvicorn.Server):
         host, port = self.servers[0].sockets[0].getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         by = "" if self._link is None else f", by process {os.getpid()}"
-        try:
-            names = printable(", ".join(self.service.pool.names))
-            print(f"bkn_zoo serves {names} at http://{shown}:{port}{by}", flush=True)
-        except OSError:  # standard output has no reader; serve anyway
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise the flush at exit would fail
+        names = printable(", ".join(self.service.pool.names))
+        print(f"bkn_zoo serves {names} at http://{shown}:{port}{by}", flush=True)
 
     async def on_tick(self, counter: int) -> bool:
         if self.service.pool.started and not self._announced:
@@ -89,11 +84,7 @@ class Server(uvicorn.Server):
 
 
 def run_server(settings: Settings, link: WorkerLink | None = None) -> int:
-    """Serve until SIGTERM or SIGINT. Returns 0, or 1 if the service could not start.
-
-    Args:
-        link: to the supervisor, if this is one of several processes.
-    """
+    """Serve until SIGTERM or SIGINT. Returns 0, or 1 if the service could not start."""
     try:
         app = create_app(settings, link is not None, None if link is None else link.folder)
     except BknZooError as error:
@@ -107,16 +98,14 @@ def run_server(settings: Settings, link: WorkerLink | None = None) -> int:
     failure: Exception | None = None
     try:
         server.run(None if link is None else [link.listener])
-    except (SystemExit, OSError):  # uvicorn could not listen, or start
-        failure = InputError(
-            f"cannot listen on {settings.host}:{settings.port}, which may be in use: choose another port with --port."
-        )
+    except (SystemExit, OSError):
+        failure = InputError(f"cannot listen on {settings.host}:{settings.port}: choose another port with --port.")
     finally:
         for caught, handler in before.items():
             signal.signal(caught, handler)
-    failure = app.state.service.pool.failure or failure
+    failure = server.service.pool.failure or failure
     code = 0 if failure is None else failed(failure)
-    if app.state.service.pool.loading or app.state.service.decoders.busy:
+    if server.service.pool.loading or server.service.decoders.busy:
         # Otherwise Python would wait for these threads.
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,17 +1,18 @@
 """A process that decodes slow images, so that they block neither Python's lock nor the cores of others.
 
 It also limits their time and memory, and a crash of a decoder ends this process and not the service. `SlowDecoder` is
-the side of the service; `python -m service.slow_decoder` is the other. Each message is a line of JSON, followed by
-bytes.
+the side of the service; `python -m service.slow_decoder` is the other. It is sent pickled arguments. It answers with a
+line, which is empty or an error in JSON, and the pixels.
 """
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 import threading
 import warnings
-from typing import IO, Any
+from typing import Any
 
 from PIL import Image
 
@@ -28,47 +29,39 @@ CRASHED = "the image cannot be decoded, because it crashes the decoder or takes 
 
 
 class SlowDecoder:
-    """A process for one image at a time. It ends when its input ends, even if the service is killed.
-
-    Args:
-        seconds: time limit per image, after which the process is killed.
-        niceness: of the process, so that other images come first if all cores are busy.
-    """
+    """A process for one image at a time. It ends when its input ends, even if the service is killed."""
 
     def __init__(self, seconds: float, niceness: int) -> None:
         self._seconds = min(seconds, 3.0 * MAX_SECONDS)
         path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
         # Large blocks are returned to the system at once.
         environment = os.environ | {"PYTHONPATH": path, "MALLOC_MMAP_THRESHOLD_": "1000000"}
-        self._process = subprocess.Popen(
+        self._process: Any = subprocess.Popen(
             [sys.executable, "-m", __name__, str(niceness)], env=environment, stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
 
     def decode(self, data: bytes, pixels: int, preprocessing: Preprocessing, max_pixels: int) -> Image.Image:
-        """The central square of an image, cropped and resized as the first step of preprocessing.
-
-        Args:
-            pixels: how many the header of the file says it has.
-        """
-        about = {"bytes": len(data), "pixels": pixels, "square": preprocessing.square, "max_pixels": max_pixels}
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
+        """The central square of an image of about so many pixels, cropped and resized for preprocessing."""
+        side = preprocessing.square["size"]
         given_up = threading.Timer(self._seconds, self._process.kill)
         given_up.start()
         try:
-            _write_message(self._process.stdin, about, data)
-            answer, decoded = _read_message(self._process.stdout)
-        except (OSError, EOFError):
-            self.stop()
-            raise BrokenImageError(CRASHED) from None
+            pickle.dump((data, pixels, preprocessing.square, max_pixels), self._process.stdin)
+            self._process.stdin.flush()
+            error = self._process.stdout.readline().strip()
+            decoded = b"" if error else self._process.stdout.read(3 * side * side)
+        except OSError:
+            error, decoded = b"", b""
         finally:
             given_up.cancel()
-        if "error" in answer:
-            kind = getattr(errors, answer["error"])
-            assert issubclass(kind, ImageError)
-            raise kind(answer["message"])
-        return Image.frombytes("RGB", (preprocessing.square["size"],) * 2, decoded)
+        if error:
+            kind, message = json.loads(error)
+            raise getattr(errors, kind)(message)
+        if len(decoded) < 3 * side * side:
+            self.stop()
+            raise BrokenImageError(CRASHED)
+        return Image.frombytes("RGB", (side, side), decoded)
 
     @property
     def is_alive(self) -> bool:
@@ -77,23 +70,6 @@ class SlowDecoder:
     def stop(self) -> None:
         self._process.kill()
         self._process.communicate()
-
-
-def _write_message(stream: IO[bytes], about: dict[str, Any], data: bytes) -> None:
-    stream.write(json.dumps(about).encode() + b"\n")
-    stream.write(data)
-    stream.flush()
-
-
-def _read_message(stream: IO[bytes]) -> tuple[dict[str, Any], bytes]:
-    line = stream.readline()
-    if not line:
-        raise EOFError
-    about = json.loads(line)
-    data = stream.read(about["bytes"])
-    if len(data) < about["bytes"]:
-        raise EOFError
-    return about, data
 
 
 def _limit(pixels: int, size: int) -> None:
@@ -113,26 +89,22 @@ def _limit(pixels: int, size: int) -> None:
 
 def decode_images(niceness: int) -> None:
     """Decode images from standard input until it ends."""
-    if hasattr(os, "nice"):  # not on Windows
+    # Not on Windows.
+    if hasattr(os, "nice"):
         os.nice(niceness)
     warnings.simplefilter("ignore")
     answers = os.fdopen(os.dup(1), "wb")
     # Output of libraries must not mix with responses.
     os.dup2(2, 1)
-    while True:
+    images: Any = sys.stdin.buffer
+    while images.peek(1):
+        data, pixels, square, max_pixels = pickle.load(images)
         try:
-            about, data = _read_message(sys.stdin.buffer)
-        except EOFError:
-            return
-        try:
-            _limit(about["pixels"], len(data))
-            image = open_image(data, about["max_pixels"])
-            decoded = resized_square(image, **about["square"]).tobytes()
-            del image
+            _limit(pixels, len(data))
+            answers.write(b"\n" + resized_square(open_image(data, max_pixels), **square).tobytes())
         except ImageError as error:
-            _write_message(answers, {"bytes": 0, "error": type(error).__name__, "message": str(error)}, b"")
-        else:
-            _write_message(answers, {"bytes": len(decoded)}, decoded)
+            answers.write(json.dumps([type(error).__name__, str(error)]).encode() + b"\n")
+        answers.flush()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -34,16 +34,13 @@ MAX_SILENCE = 10.0
 
 
 class WorkerLink(NamedTuple):
-    """What a worker gets from its supervisor.
+    """What a worker gets from its supervisor."""
 
-    Attributes:
-        listener: the socket that all workers accept connections from, so that one that hangs gets none.
-        pulse: a pipe for signs of life.
-        folder: where workers exchange their metrics, if there is one.
-    """
-
+    # All workers accept connections from this socket, so that one that hangs gets none.
     listener: socket.socket
+    # For signs of life.
     pulse: Connection
+    # Where workers exchange their metrics, if there is room for it.
     folder: Path | None
 
     def beat(self) -> bool:
@@ -83,15 +80,19 @@ def supervise(settings: Settings, serve: Serve) -> int:
     context = multiprocessing.get_context("spawn")
     workers: dict[int, Worker] = {}
     stopping = failed = False
+    # Started here, because its start would unblock SIGINT.
+    resource_tracker.ensure_running()
 
     def start(place: int) -> None:
         pulse, other_end = context.Pipe(duplex=False)
-        link = WorkerLink(listener, other_end, folder)
+        arguments = (settings, serve, WorkerLink(listener, other_end, folder), place)
         # A daemon, so that an error here does not leave processes behind.
-        process = context.Process(target=_work, args=(settings, serve, link), daemon=True)
+        process = context.Process(target=_work, args=arguments, daemon=True)
         workers[place] = Worker(process, pulse)
-        with _share_of_cores(place, settings.workers), _interrupts_held_back():
-            process.start()
+        # SIGINT would cause a traceback during the imports of the process; `Server.startup` unblocks it there.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        process.start()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         other_end.close()
         if stopping:
             process.terminate()
@@ -115,8 +116,8 @@ def supervise(settings: Settings, serve: Serve) -> int:
                     # Otherwise connections would wait here for workers that have stopped listening.
                     listener.close()
                 for place, worker in list(workers.items()):
-                    process, now = worker.process, time.monotonic()
-                    if worker.hangs(now) and not stopping:
+                    process = worker.process
+                    if worker.hangs(time.monotonic()) and not stopping:
                         log.error("a worker hangs and is killed", extra={"pid": process.pid})
                         process.kill()
                         process.join()
@@ -124,16 +125,14 @@ def supervise(settings: Settings, serve: Serve) -> int:
                         continue
                     if folder is not None:
                         bury(folder, process.pid)
+                    worker.pulse.close()
+                    del workers[place]
                     if process.exitcode == COULD_NOT_START and process in first and not stopping:
                         failed = True
                         stop(signal.SIGINT)
                     if not stopping:
                         log.error("a worker died and is replaced", extra={"code": process.exitcode})
                         time.sleep(PAUSE)
-                    worker.pulse.close()
-                    if stopping:
-                        del workers[place]
-                    else:
                         start(place)
         finally:
             for caught, handler in before.items():
@@ -144,65 +143,40 @@ def supervise(settings: Settings, serve: Serve) -> int:
 @contextmanager
 def _exchange() -> Iterator[Path | None]:
     """A folder for the metrics of the workers; none if there is no room for it."""
-    try:
-        folder = tempfile.TemporaryDirectory(prefix="bkn-zoo-", ignore_cleanup_errors=True)
-    except OSError as error:
-        log.warning("each worker shows only its own metrics, because there is no temporary folder: %s", error)
-        yield None
-        return
-    with folder as name:
-        yield Path(name)
+    with ExitStack() as stack:
+        folder = None
+        try:
+            made = tempfile.TemporaryDirectory(prefix="bkn-zoo-", ignore_cleanup_errors=True)
+            folder = Path(stack.enter_context(made))
+        except OSError as error:
+            log.warning("each worker shows only its own metrics, because there is no temporary folder: %s", error)
+        yield folder
 
 
 def _bind(settings: Settings) -> socket.socket:
     """A socket at the port to listen on, which must be free."""
     if not hasattr(os, "setpgid"):
         raise InputError("--workers is not supported on this system, which cannot share a port: omit it.")
-    with suppress(OSError):
+    try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         bound = socket.socket(family, kind, protocol)
-        try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind(address)
-        except OSError:
-            bound.close()
-        else:
-            return bound
-    raise InputError(f"cannot listen on {settings.host}:{settings.port}: choose another port.")
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        return bound
+    except OSError:
+        raise InputError(f"cannot listen on {settings.host}:{settings.port}: choose another port.") from None
 
 
-@contextmanager
-def _share_of_cores(place: int, workers: int) -> Iterator[None]:
-    """Give the processes that are started here their own cores, equally many, so that all sum in the same order."""
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    share = len(cores) // workers
-    if not share:
-        yield
-        return
-    os.sched_setaffinity(0, cores[place * share : (place + 1) * share])
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, cores)
-
-
-@contextmanager
-def _interrupts_held_back() -> Iterator[None]:
-    """Block SIGINT in the processes that are started here, because it would cause a traceback during imports."""
-    # Started here, because its start would unblock SIGINT.
-    resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _work(settings: Settings, serve: Serve, link: WorkerLink) -> None:
+def _work(settings: Settings, serve: Serve, link: WorkerLink, place: int) -> None:
     # Otherwise Ctrl-C would reach it twice, and a second signal stops at once.
     os.setpgid(0, 0)
+    if hasattr(os, "sched_setaffinity"):
+        # Its own cores, as many as the others have, so that all sum in the same order.
+        cores = sorted(os.sched_getaffinity(0))
+        if share := len(cores) // settings.workers:
+            os.sched_setaffinity(0, cores[place * share : (place + 1) * share])
     share_quota(settings.workers)
     set_up_logs()
     sys.exit(COULD_NOT_START if serve(settings, link) else 0)

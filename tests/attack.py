@@ -4,7 +4,6 @@
                                                   one behind nginx (where it is installed), in turn
     python tests/attack.py --before ../before --throughput      answers per second to healthy clients, of both
     python tests/attack.py --minutes 30           chaos: all attackers at random, while workers are killed and stopped
-    python tests/attack.py --costs                seconds per class of image, for service/costs.py
 
 The first writes results/attack.json after each measurement. The same command resumes; --again starts over. Services run
 with their default settings; while one is measured, the process of the other is stopped. Healthy clients ask for one
@@ -21,10 +20,8 @@ import shlex
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -36,15 +33,16 @@ from typing import Any
 
 import attackers
 from attackers import ROWS, encoded, picture
-from chaos import Healthy, chaos, fetch, percentile, problems, settle
-from http_client import connect, head
-from service_process import ROOT, Nginx, Running, ServiceProcess, save_small_checkpoint
+from chaos import chaos, fetch, percentile, problems, settle
+from http_client import connect, head, post, read
+from service_process import ROOT, Running, ServiceProcess, nginx, save_small_checkpoint
 from watch import Watch
 
 from bkn_zoo.modes import MODES
 
 IMAGE = encoded(picture(side=200), "JPEG")
 PHOTOGRAPH = encoded(attackers.noise(250).resize((4000, 3000)), "JPEG", quality=85)
+MODEL = "inception_v2_bkn.tiny_imagenet"
 OUTPUT = ROOT / "results" / "attack.json"
 NO_NUMBERS = ("run", "row", "service", "classify", "photograph")
 BOUNDS = {"classify_p99": 1.0, "photograph_p99": 1.0, "live_max": 0.2, "megabytes": 300}  # seconds, and MB above idle
@@ -57,61 +55,48 @@ class Probed(ServiceProcess):
     """A service of a checkout with its default settings, stopped unless it is measured."""
 
     command = (sys.executable, str(ROOT / "tests" / "probed_service.py"))
-    nginx: Nginx | None = None
+    proxy: Running | None = None
 
-    def __init__(self, root: Path, checkpoints: Path, model: str, probe: Path) -> None:
+    def __init__(self, root: Path, checkpoints: Path, probe: Path) -> None:
         environment = {"PYTHONPATH": str(root), "ATTACK_PROBE": str(probe)}
-        flags = ("--models", str(checkpoints / model), "--precision", "auto")  # which tests set otherwise
+        # Tests set the precision otherwise.
+        flags = ("--models", str(checkpoints / MODEL), "--precision", "auto")
         super().__init__(checkpoints, *flags, environment=environment)
         # Where the processes that it starts find their modules.
         self.probe, self.folder = probe, root
 
     def decoders(self) -> float:
         """Resident memory of the processes that it started, in MB."""
-        found = 0.0
+        found = 0
         for file in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
-            with suppress(OSError):  # where one has ended
-                for child in file.read_text().split():
-                    found += int(Path(f"/proc/{child}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 1e6
-        return found
+            # Where one has ended.
+            with suppress(OSError):
+                found += sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in file.read_text().split())
+        return found * os.sysconf("SC_PAGESIZE") / 1e6
 
     def pauses(self, begun: float, ended: float) -> list[tuple[float, float]]:
         """By how much the loop was late, and how long it computed meanwhile."""
         lines = (map(float, line.split()) for line in self.probe.read_text().splitlines())
-        return [(late, cpu) for wall, late, cpu in lines if begun <= wall <= ended]
+        return [(late, cpu) for wall, late, cpu in lines if begun <= wall <= ended] or [(math.nan, math.nan)]
 
 
 def measure(service: Probed, name: str | None, clients: int, seconds: float, behind_nginx: bool) -> dict[str, Any]:
     """What healthy clients see while so many others attack; of none if there is no name."""
     settle(service)
-    asked: Running = service
-    if behind_nginx:
-        assert service.nginx is not None
-        asked = service.nginx
-    before, memory = len(fetch(service.port, "/metrics")[1]), service.memory()
-    grown, decoders, over = [0.0], [0.0], threading.Event()
-
-    def look() -> None:
-        while not over.wait(0.05):
-            grown.append(service.memory() - memory)
-            decoders.append(service.decoders())
-
-    attack, looking = None, threading.Thread(target=look)
-    looking.start()
-    if name is not None:
-        command = [sys.executable, attackers.__file__, str(asked.port), str(seconds + 1), "--name", name]
-        attack = subprocess.Popen([*command, "--clients", str(clients)], stdout=subprocess.PIPE, text=True)
-        assert attack.stdout is not None
-        assert attack.stdout.readline() == "begun\n"
-        time.sleep(0.5)
-    begun = time.monotonic()
-    with Watch(asked.url, IMAGE, photograph=PHOTOGRAPH) as watch:
-        time.sleep(seconds)
-    ended = time.monotonic()
-    over.set()
-    looking.join()
+    asked: Any = service.proxy if behind_nginx else service
+    before, attack, decoders = len(fetch(service.port, "/metrics")[1]), None, [0.0]
+    with service.growth() as grown:
+        if name is not None:
+            attack = attackers.begin(asked.port, seconds + 1, "--name", name, "--clients", clients)
+            time.sleep(0.5)
+        begun = time.monotonic()
+        with Watch(asked.url, IMAGE, photograph=PHOTOGRAPH) as watch:
+            while time.monotonic() < begun + seconds:
+                time.sleep(0.05)
+                decoders.append(service.decoders())
+        ended = time.monotonic()
     sent = 0 if attack is None else sum(json.loads(attack.communicate(timeout=120)[0]).values())
-    pauses = service.pauses(begun, ended) or [(math.nan, math.nan)]
+    pauses = service.pauses(begun, ended)
     found = {
         "classify": [round(s, 4) for _, s in watch.classify],
         "photograph": [round(s, 4) for _, s in watch.photograph],
@@ -135,19 +120,18 @@ class Services(ExitStack):
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
         self.roots = {"before": args.before, "after": ROOT} if args.before else {"after": ROOT}
-        self.model = args.model
         self._folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
         self._running: dict[str, Probed] = {}
 
     def only(self, which: str) -> Probed:
         if which not in self._running:
-            probed = Probed(self.roots[which].resolve(), ROOT / "checkpoints", self.model, self._folder / which)
+            probed = Probed(self.roots[which].resolve(), ROOT / "checkpoints", self._folder / which)
             self._running[which] = self.enter_context(probed)
             for mode in (*MODES, *MODES):  # until none is prepared in the background any more
                 fetch(probed.port, f"/v1/classify?statistics={mode}", IMAGE)
             fetch(probed.port, "/v1/classify", PHOTOGRAPH)
             if which == "after" and shutil.which("nginx"):
-                probed.nginx = self.enter_context(Nginx(probed))
+                probed.proxy = self.enter_context(nginx(probed))
         for name, service in self._running.items():
             service.process.send_signal(signal.SIGCONT if name == which else signal.SIGSTOP)
         return self._running[which]
@@ -177,9 +161,7 @@ def measure_throughput(args: argparse.Namespace) -> dict[str, Any]:
         for run, clients in product(range(args.repeats), (0, 1, 4, 16)):
             for which in sorted(services.roots, reverse=run % 2 == 0):
                 port = services.only(which).port
-                rate = (
-                    answers_per_second(port, clients, args.seconds) if clients else empty_per_second(port, args.seconds)
-                )
+                rate = answers_per_second(port, clients, args.seconds)
                 rates.setdefault(str(clients), {}).setdefault(which, []).append(round(rate, 2))
     ratios = {
         count: statistics.median(after / before for before, after in zip(found["before"], found["after"], strict=True))
@@ -189,36 +171,21 @@ def measure_throughput(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def answers_per_second(port: int, clients: int, seconds: float) -> float:
-    over, threads = threading.Event(), []
-    for _ in range(clients):
-        threads.append(Healthy(port, "/v1/classify", IMAGE, True, over, pause=0.0))
-    begun = time.monotonic()
-    for thread in threads:
-        thread.start()
-    over.wait(seconds)
-    over.set()
-    for thread in threads:
-        thread.join()
-    assert not any(thread.lost for thread in threads)
-    return sum(len(thread.seconds) for thread in threads) / (time.monotonic() - begun)
-
-
-def empty_per_second(port: int, seconds: float, clients: int = 4) -> float:
-    """Answers to /health/live per second, on connections that stay open."""
-    end, data = time.monotonic() + seconds, head("GET", "/health/live")
+    """Answers to so many clients on connections that stay open."""
+    data = post(IMAGE) if clients else head("GET", "/health/live")
+    end = time.monotonic() + seconds
 
     def ask(_: int) -> int:
         count = 0
         with connect(port) as connection:
             while time.monotonic() < end:
                 connection.sendall(data)
-                while b"live" not in connection.recv(4096):
-                    pass
+                assert read(connection)[0].status == 200
                 count += 1
         return count
 
-    with ThreadPoolExecutor(clients) as threads:
-        return sum(threads.map(ask, range(clients))) / seconds
+    with ThreadPoolExecutor(clients or 4) as threads:
+        return sum(threads.map(ask, range(clients or 4))) / seconds
 
 
 def table(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -238,42 +205,10 @@ def table(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-# Costs
-
-
-def costs() -> None:
-    """Seconds per pixel of each class of file that is decoded in threads."""
-    from bkn_zoo.images.reading import open_image
-
-    sys.path.insert(0, str(ROOT))
-    from service.costs import estimate
-
-    smooth = attackers.noise(250).resize((2000, 2000))
-    files = {
-        "JPEG": encoded(smooth, "JPEG", quality=90),
-        "JPEG of noise": encoded(attackers.noise(2000), "JPEG", quality=90),
-        "JPEG, progressive": encoded(smooth, "JPEG", quality=90, progressive=True),
-        "JPEG of noise, progressive": attackers.progressive(),
-        "PNG": encoded(smooth, "PNG", compress_level=1),
-        "PNG with alpha": encoded(smooth.convert("RGBA"), "PNG", compress_level=1),
-        "BMP": encoded(smooth, "BMP"),
-        "WebP": encoded(smooth, "WEBP"),
-    }
-    for name, data in files.items():
-        taken = []
-        for _ in range(3):
-            begun = time.perf_counter()
-            open_image(data)
-            taken.append(time.perf_counter() - begun)
-        said = estimate(data, 50_000_000).seconds
-        print(f"{name:28} {min(taken):.3f} s, estimated {said:.3f} s, {1e9 * min(taken) / 4e6:.1f} ns per pixel")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, help="the checkout to compare with")
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
-    parser.add_argument("--model", default="inception_v2_bkn.tiny_imagenet")
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--repeats", type=int, default=3)
@@ -282,11 +217,7 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="measure everything again")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--throughput", action="store_true", help="measure only healthy clients, of both checkouts")
-    parser.add_argument("--costs", action="store_true")
     args = parser.parse_args()
-    if args.costs:
-        costs()
-        return 0
     if args.minutes:
         with tempfile.TemporaryDirectory() as folder:
             save_small_checkpoint(Path(folder) / "small")

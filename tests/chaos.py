@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -30,17 +29,20 @@ def percentile(values: list[float], part: float) -> float:
     return sorted(values)[math.ceil(part * len(values)) - 1] if values else math.nan
 
 
-def fetch(port: int, path: str, body: bytes | None = None, timeout: float = 60.0) -> tuple[int, bytes]:
-    """Status and body; status 0 where no answer came."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
+def fetch(
+    port: int, path: str, body: bytes | None = None, connection: http.client.HTTPConnection | None = None
+) -> tuple[int, bytes]:
+    """Status and body, on a connection that stays open if it is given; status 0 where no answer came."""
+    used = connection or http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
-        connection.request("GET" if body is None else "POST", path, body)
-        response = connection.getresponse()
+        used.request("GET" if body is None else "POST", path, body)
+        response = used.getresponse()
         return response.status, response.read()
     except (OSError, http.client.HTTPException):
         return 0, b""
     finally:
-        connection.close()
+        if connection is None:
+            used.close()
 
 
 def settle(service: ServiceProcess, within: float = 90.0) -> None:
@@ -54,39 +56,27 @@ def settle(service: ServiceProcess, within: float = 90.0) -> None:
 
 
 class Healthy(threading.Thread):
-    """A client that asks for the same again and again, and gives up after one more try.
+    """A client that asks for the same again and again, and gives up after one more try."""
 
-    Attributes:
-        lost: what it was answered instead.
-        retried: how often the first try failed.
-    """
-
-    def __init__(
-        self, port: int, path: str, body: bytes | None, keep_alive: bool, over: threading.Event, pause: float = 0.05
-    ) -> None:
+    def __init__(self, port: int, path: str, body: bytes | None, keep_alive: bool, over: threading.Event) -> None:
         super().__init__(daemon=True)
-        self.pause = pause
         self.port, self.path, self.body, self.keep_alive, self.over = port, path, body, keep_alive, over
+        # What it was answered instead.
         self.lost: list[str] = []
         self.seconds: list[float] = []
         self.retried = 0
-        self.statuses: Counter[int] = Counter()
         self.wanted = self.answer(*self.once())
-        self._connection = self._connect()
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
 
     def once(self) -> tuple[int, bytes]:
         return fetch(self.port, self.path, self.body)
 
-    def _connect(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-
     def run(self) -> None:
-        while not self.over.wait(self.pause):
+        while not self.over.wait(0.05):
             begun = time.monotonic()
             status, body = self._ask()
             if status != 200:
                 self.retried += 1
-                self._connection = self._connect()
                 self.over.wait(0.3)
                 status, body = self._ask()
             self.seconds.append(time.monotonic() - begun)
@@ -94,17 +84,11 @@ class Healthy(threading.Thread):
                 self.lost.append(f"{self.path}: {status} {body[:300]!r}")
 
     def _ask(self) -> tuple[int, bytes]:
-        try:
-            self._connection.request("GET" if self.body is None else "POST", self.path, self.body)
-            response = self._connection.getresponse()
-            status, body = response.status, response.read()
-        except (OSError, http.client.HTTPException):
-            status, body = 0, b""
-        if not self.keep_alive or status == 0:
+        found = fetch(self.port, self.path, self.body, self._connection)
+        if not self.keep_alive or found[0] != 200:
+            # The next request opens it again.
             self._connection.close()
-            self._connection = self._connect()
-        self.statuses[status] += 1
-        return status, body
+        return found
 
     @staticmethod
     def answer(status: int, body: bytes) -> object:
@@ -145,33 +129,27 @@ def small_disk() -> Iterator[Path]:
                 subprocess.run(["umount", "--lazy", folder], capture_output=True, check=True)
 
 
-def fill(folder: Path, over: threading.Event, seconds: float, done: Counter[str]) -> None:
-    """Leave no room on a small disk for some seconds."""
-    if os.statvfs(folder).f_blocks * os.statvfs(folder).f_frsize > 10**7:
-        return
-    with suppress(OSError), (folder / "full").open("wb", buffering=0) as file:
-        while True:
-            file.write(bytes(4096))
-    over.wait(seconds)
-    (folder / "full").unlink()
-    done["filled"] += 1
-
-
 def disturb(
     service: ServiceProcess, folder: Path, over: threading.Event, every: float, done: Counter[str], seed: int
 ) -> None:
-    """Kill a worker, stop it for up to 30 seconds, or fill the temporary folder, now and then."""
+    """Kill a worker, stop it for up to 30 seconds, or fill the temporary folder if it is small, now and then."""
     generator = random.Random(seed)
+    is_small = shutil.disk_usage(folder).total < 10**7
     while not over.wait(generator.uniform(0.5 * every, 1.5 * every)):
-        if generator.random() < 0.2:
-            fill(folder, over, generator.uniform(1, 10), done)
-            continue
-        alive = sorted(service.workers())
-        if len(alive) < 2:  # one is being replaced
+        alive, chance = sorted(service.workers()), generator.random()
+        # One is being replaced.
+        if len(alive) < 2:
             continue
         chosen = generator.choice(alive)
-        try:
-            if generator.random() < 0.5:
+        with suppress(ProcessLookupError):
+            if chance < 0.2 and is_small:
+                done["filled"] += 1
+                with suppress(OSError), (folder / "full").open("wb", buffering=0) as file:
+                    while True:
+                        file.write(bytes(4096))
+                over.wait(generator.uniform(1, 10))
+                (folder / "full").unlink()
+            elif chance < 0.6:
                 os.kill(chosen, signal.SIGKILL)
                 done["killed"] += 1
             else:
@@ -179,29 +157,20 @@ def disturb(
                 done["stopped"] += 1
                 over.wait(generator.choice([0.3, 3, 30]) * generator.random())
                 os.kill(chosen, signal.SIGCONT)
-        except ProcessLookupError:
-            continue
 
 
 def chaos(checkpoints: Path, seconds: float, clients: int, every: float, seed: int = 0) -> dict[str, Any]:
-    """Run everything at once for so long; what healthy clients saw, and the service before and afterwards.
-
-    Args:
-        every: seconds between two workers that are killed or stopped, about.
-    """
-    flags = ("--workers", "2", "--head-seconds", "3", "--stall-seconds", "3", "--drain-seconds", "1")
+    """Run everything at once, with a disturbance about every so many seconds; what healthy clients saw."""
+    flags = ("--workers", "2", "--stall-seconds", "3", "--drain-seconds", "1")
     with small_disk() as folder, ServiceProcess(checkpoints, *flags, environment={"TMPDIR": str(folder)}) as service:
         until(lambda: len(service.workers()) == 2, "two workers", 180)
         image = encoded(picture(side=100), "JPEG")
         warm(service, image)
         before, over = state(service, checkpoints), threading.Event()
         done: Counter[str] = Counter()
-        kinds = ((("/v1/classify", image), False), (("/v1/classify", image), True), (("/health/live", None), False))
-        healthy = [Healthy(service.port, *asked, keep_alive, over) for asked, keep_alive in kinds]
-        command = [sys.executable, attackers.__file__, str(service.port), str(seconds), "--clients", str(clients)]
-        attack = subprocess.Popen([*command, "--seed", str(seed)], stdout=subprocess.PIPE, text=True)
-        assert attack.stdout is not None
-        assert attack.stdout.readline() == "begun\n"
+        kinds = (("/v1/classify", image, False), ("/v1/classify", image, True), ("/health/live", None, False))
+        healthy = [Healthy(service.port, *kind, over) for kind in kinds]
+        attack = attackers.begin(service.port, seconds, "--clients", clients, "--seed", seed)
         disturbing = threading.Thread(target=disturb, args=(service, folder, over, every, done, seed), daemon=True)
         for thread in (*healthy, disturbing):
             thread.start()

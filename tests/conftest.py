@@ -177,3 +177,23 @@ def checkpoints(tmp_path_factory):
     save_small_checkpoint(folder / "first")
     save_small_checkpoint(folder / "second", seed=1)
     return folder
+
+
+@pytest.fixture(scope="session")
+def service(checkpoints):
+    """The service of these checkpoints, as a process."""
+    from service_process import ServiceProcess
+
+    with ServiceProcess(checkpoints) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def local(checkpoints):
+    """The service within this process, so that its engine can be slowed and killed."""
+    from local_service import LocalService
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BKN_ZOO_CHECKPOINTS", str(checkpoints))
+        with LocalService("--models", "first", "--queue-length", "256") as running:
+            yield running

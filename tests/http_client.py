@@ -57,20 +57,12 @@ def form(*files, **fields):
 
 
 def connect(port, timeout=60.0, source="127.0.0.1"):
-    """A connection to this machine.
-
-    Args:
-        source: the address of the client; on Linux any that begins with 127.
-    """
+    """A connection to this machine from an address, which on Linux may be any that begins with 127."""
     return socket.create_connection(("127.0.0.1", port), timeout, (source, 0))
 
 
 def read(connection, count=1, heads=()):
-    """So many answers, or all until the service closes the connection.
-
-    Args:
-        heads: which requests were HEAD, whose answers have no body.
-    """
+    """So many answers, or all until the service closes the connection; `heads` says which have no body."""
     begun, data, found = time.perf_counter(), b"", []
     with suppress(ConnectionResetError):
         while count is None or len(found) < count:
@@ -89,18 +81,12 @@ def read(connection, count=1, heads=()):
     return found
 
 
-def send(port, data, ends=False, timeout=60.0):
-    """The first answer to some bytes, even where it comes before all of them are sent.
-
-    Args:
-        ends: whether the client says that no more will come.
-    """
+def send(port, data, timeout=60.0):
+    """The first answer to some bytes, even where it comes before all of them are sent."""
     begun = time.perf_counter()
     with suppress(ConnectionRefusedError, TimeoutError), connect(port, timeout) as connection:
         with suppress(BrokenPipeError, ConnectionResetError):
             connection.sendall(data)
-            if ends:
-                connection.shutdown(socket.SHUT_WR)
         for reply in read(connection, heads=[data.startswith(b"HEAD ")]):
             return reply._replace(seconds=time.perf_counter() - begun)
     return Reply(0, {}, b"", time.perf_counter() - begun)

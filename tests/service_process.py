@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -26,10 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def save_small_checkpoint(folder, label_names=None, seed=0, size=32):
-    """Write a network for small images and ten classes that has learned nothing, but whose answers tell much apart.
-
-    Images, modes and seeds differ in their scores by far more than a rounding error.
-    """
+    """Write a network for small images and ten classes, whose scores differ between images, modes and seeds."""
     torch.manual_seed(seed)
     model = bkn_zoo.create_model("inception_cifar_bkn", 10)
     with torch.no_grad():
@@ -78,46 +76,36 @@ class Running:
 class ServiceProcess(Running):
     """`with ServiceProcess(folder, "--queue-length", "8") as service:` runs `python -m service` until the block ends.
 
-    Entering returns once the service is ready; leaving kills it, with every process that it started.
+    Entering returns once the service is ready; leaving kills it, with every process that it started. All checkpoints of
+    the folder are offered, in the order of their names, unless a flag says which.
 
     Args:
-        checkpoints: a folder of checkpoints; all are offered, in the order of their names, unless a flag says which.
-        flags: further flags of the command.
         command: what to run in place of `python -m service`.
         environment: further environment variables; those of the tests that begin with BKN_ are not passed on.
-        ready_within: seconds until the service must be ready.
         is_ready: what to wait for, given the service, in place of /health/ready.
-
-    Attributes:
-        process: the process, as subprocess gives it.
     """
 
     command: tuple[str, ...] = (sys.executable, "-m", "service")
     folder = ROOT
 
-    def __init__(self, checkpoints, *flags, command=(), environment=None, ready_within=3 * LONG, is_ready=None):
+    def __init__(self, checkpoints, *flags, command=(), environment=None, is_ready=None):
         names = sorted(path.parent.name for path in Path(checkpoints).glob("*/config.json"))
         models = () if {"--models", "--checkpoint"} & {*flags} else ("--models", ",".join(names))
-        self.port, self._is_ready, self._ready_within = free_port(), is_ready or Running.ready, ready_within
+        self.port, self._is_ready = free_port(), is_ready or Running.ready
         self._command = [*(command or self.command), "--port", str(self.port), *models, *flags]
         inherited = {name: text for name, text in os.environ.items() if not name.startswith(("BKN_", "TRITON_"))}
         here = {"BKN_ZOO_CHECKPOINTS": str(checkpoints), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         here |= {"BKN_ZOO_CACHE": "off", "BKN_ZOO_PRECISION": "f32"}  # so that scores are compared on any processor
         self._environment = inherited | here | (environment or {})
-        self._log = Path()
 
     def __enter__(self):
-        descriptor, name = tempfile.mkstemp(suffix=".log", prefix="service-")
-        self._log = Path(name)
+        self._log = tempfile.NamedTemporaryFile(prefix="service-")
+        self.process = subprocess.Popen(
+            self._command, cwd=self.folder, env=self._environment, stdout=self._log, stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
         try:
-            self.process = subprocess.Popen(
-                self._command, cwd=self.folder, env=self._environment, stdout=descriptor, stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
-        finally:
-            os.close(descriptor)
-        try:
-            until(lambda: self.process.poll() is not None or self._is_ready(self), "ready", self._ready_within)
+            until(lambda: self.process.poll() is not None or self._is_ready(self), "ready", 3 * LONG)
             assert self.process.poll() is None, f"the service ended with {self.process.returncode}"
         except BaseException as error:
             self.__exit__(None, error, None)
@@ -130,7 +118,7 @@ class ServiceProcess(Running):
         self.process.wait()
         if error is not None:
             error.add_note(f"The log of the service ends with:\n{self.log()[-4000:]}")
-        self._log.unlink(missing_ok=True)
+        self._log.close()
 
     def stop(self, within=40.0):
         """Ask it to stop (SIGTERM) and return its exit code; raises subprocess.TimeoutExpired if it goes on."""
@@ -139,7 +127,7 @@ class ServiceProcess(Running):
 
     def log(self):
         """What it has written to standard output and standard error, while it runs or once stopped."""
-        return self._log.read_text(errors="replace")
+        return Path(self._log.name).read_text(errors="replace")
 
     def lines(self, **fields):
         """The lines of the log that have these fields."""
@@ -151,40 +139,53 @@ class ServiceProcess(Running):
         text = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(text.split("VmRSS:")[1].split()[0]) / 1000
 
+    @contextlib.contextmanager
+    def growth(self):
+        """By how much the memory has grown during the block, in MB, again and again."""
+        before, grown, over = self.memory(), [0.0], threading.Event()
+
+        def look():
+            while not over.wait(0.02):
+                grown.append(self.memory() - before)
+
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(look)
+            try:
+                yield grown
+            finally:
+                over.set()
+
     def workers(self):
         """Those that have said that they serve, and live."""
         said = map(int, re.findall(r"by process (\d+)", self.log()))
         return {pid for pid in said if Path(f"/proc/{pid}").exists()}
 
 
-class Nginx(Running):
+@contextlib.contextmanager
+def nginx(service):
     """nginx with deploy/nginx.conf in front of a service, until the block ends."""
-
-    def __init__(self, service):
-        self.port, self._service = free_port(), service
-
-    def __enter__(self):
-        self._folder = tempfile.TemporaryDirectory()
+    proxy = Running()
+    proxy.port = free_port()
+    with tempfile.TemporaryDirectory() as folder:
         text = (ROOT / "deploy" / "nginx.conf").read_text()
         for old, new in (
-            ("cpu:8000", f"127.0.0.1:{self._service.port}"), ("listen 80;", f"listen 127.0.0.1:{self.port};"),
-            ("/tmp/nginx", f"{self._folder.name}/nginx"),
+            ("cpu:8000", f"127.0.0.1:{service.port}"), ("listen 80;", f"listen 127.0.0.1:{proxy.port};"),
+            ("/tmp/nginx", f"{folder}/nginx"),
         ):  # fmt: skip
             assert old in text
             text = text.replace(old, new)
-        Path(self._folder.name, "nginx.conf").write_text(text)
+        Path(folder, "nginx.conf").write_text(text)
         # Its workers have another user, and keep uploads here.
-        Path(self._folder.name).chmod(0o755)
-        command = ["nginx", "-p", self._folder.name, "-c", "nginx.conf", "-g", "daemon off;"]
-        self._process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-        until(lambda: self._process.poll() is not None or self.ready(), "ready")
-        assert self._process.poll() is None
-        return self
-
-    def __exit__(self, *_):
-        self._process.terminate()
-        self._process.wait(LONG)
-        self._folder.cleanup()
+        Path(folder).chmod(0o755)
+        command = ["nginx", "-p", folder, "-c", "nginx.conf", "-g", "daemon off;"]
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        try:
+            until(lambda: process.poll() is not None or proxy.ready(), "ready")
+            assert process.poll() is None
+            yield proxy
+        finally:
+            process.terminate()
+            process.wait(LONG)
 
 
 def until(condition, what, seconds=LONG):

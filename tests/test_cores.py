@@ -16,10 +16,6 @@ def eight_cores(monkeypatch):
     share_quota(1)
 
 
-def first_version(quota, folder=""):
-    return {f"cpu/{folder}cpu.cfs_quota_us": quota, f"cpu/{folder}cpu.cfs_period_us": "10"}
-
-
 QUOTAS = {
     "no groups": (None, {}, 8),
     "no quota": (None, {"cpu.max": "max 10"}, 8),
@@ -29,8 +25,7 @@ QUOTAS = {
     "container": ("0::/", {"cpu.max": "20 10"}, 2),
     "the group above": ("0::/a/it.service", {"a/cpu.max": "40 10", "a/it.service/cpu.max": "max 10"}, 4),
     "its own group": ("0::/a/b", {"a/cpu.max": "max 10", "a/b/cpu.max": "50 10", "b/cpu.max": "1 1"}, 5),
-    "v1, under the machine's name": ("5:cpu,cpuacct:/docker/1234\n4:memory:/x\n0::/", first_version("20"), 2),
-    "v1": ("5:cpu:/it\n4:cpuset:/other", first_version("-1") | first_version("60", "it/"), 6),
+    "under the machine's name": ("0::/docker/1234", {"cpu.max": "20 10"}, 2),
     "nonsense": ("no such format", {"cpu.max": "nor this"}, 8),
 }
 

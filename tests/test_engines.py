@@ -2,10 +2,7 @@
 
 import copy
 import runpy
-import subprocess
 import sys
-import textwrap
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -17,7 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.testing import assert_close
 
-from bkn_zoo import BknZooError, InputError, UnknownNameError, convert, create_model, recalibrate
+from bkn_zoo import BknZooError, InputError, UnknownNameError, convert, create_model
 from bkn_zoo.conversion import start_near_population
 from bkn_zoo.inference import engines, openvino_graph, symbols
 from bkn_zoo.inference.engines import OpenVINOEngine, TorchEngine, create_engine
@@ -116,13 +113,6 @@ def test_folding_takes_in_norms_and_keeps_the_logits(model):
     assert len(kept) == sum(isinstance(module, GroupNorm2d) for module in model.modules())
 
 
-def test_folding_keeps_the_bias_of_a_convolution(own):
-    for module in own.modules():
-        if isinstance(module, nn.Conv2d):
-            module.bias = nn.Parameter(0.3 * torch.randn(module.out_channels))
-    assert_agrees(fold_norms(own), own, photographs(2, 16), "population")
-
-
 def converted_network(bias=True):
     norms = [nn.BatchNorm2d(4), nn.BatchNorm2d(5)]
     if not bias:
@@ -203,17 +193,11 @@ def test_converted_network_with_its_own_config_runs(config):
 
 
 @needs_openvino
-def test_openvino_takes_a_transposed_first_convolution():
-    layers = [nn.ConvTranspose2d(3, 4, 2), nn.BatchNorm2d(4), nn.ReLU(), nn.ConvTranspose2d(4, 2, 2), nn.Flatten()]
-    model, images = convert(nn.Sequential(*layers)).eval(), photographs(2, 8)
-    assert_agrees(create_engine(model, "openvino"), model, images, "population")
-
-
-@needs_openvino
 def test_openvino_refuses_a_network_that_changes_its_buffers():
     """There they are constants: each call would be the first."""
-    with pytest.raises(InputError, match=r"changes its buffer seen in each call.*engine='torch'"):
+    with pytest.raises(InputError, match=r"a graph cannot change buffers.*engine='torch'"):
         create_engine(convert(Changing()), "openvino")(photographs(2, 8))
+    assert type(create_engine(convert(Changing()))) is TorchEngine
 
 
 class Viewing(Changing):
@@ -257,17 +241,9 @@ def test_graphs_for_bf16_compute_the_same_on_all_processors(small, machine, monk
     monkeypatch.setattr(openvino_graph.platform, "machine", lambda: machine)
     hint = engines.ov.properties.hint.inference_precision
     for network, images in ((small, photographs(1, 16)), (near_population(), photographs(1, 8))):
-        built = openvino_graph.build_graph(prepare(network, SAMPLE), images.shape[1:], False, {hint: "bf16"})
+        built, _ = openvino_graph.build_graph(prepare(network, SAMPLE), images.shape[1:], False, {hint: "bf16"})
         graph = openvino_graph.Graph(openvino_graph.compiled(built, {hint: "f32"}))  # exact on every processor
         assert_agrees(lambda images, mode, graph=graph: graph(images), network, images, "sample")
-
-
-@each_engine
-def test_expected_statistics_after_training_on_whole_batches(away_from_start, name):
-    """BN has then seen no single images, and takes the population for an image's partners."""
-    model = trained_model("inception_cifar_bn", away_from_start, group=None)
-    model.statistics_batch_size = 4
-    assert_agrees(create_engine(model, name), model, photographs(2, 16), "expected")
 
 
 @modes
@@ -277,51 +253,6 @@ def test_engines_take_any_number_of_images(engine, small, mode):
     alone = torch.cat([engine(image[None], mode) for image in images])
     assert_close(engine(images, mode), alone, atol=1e-5, rtol=0)
     assert engine(photographs(0, 16), mode).shape == (0, small.num_classes)
-
-
-def test_an_image_in_any_layout_is_read_before_it_is_freed(engine):
-    """A copy in the layout that OpenVINO takes must live until it has been read, whoever asks for memory meanwhile."""
-    images, stop = photographs(8, 24), threading.Event()
-    expected = engine(images, "population")  # an image is handed over in the same way in every mode
-
-    def allocate():
-        while not stop.is_set():
-            torch.full((3, 24, 24), torch.nan)
-
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(allocate)
-        try:
-            found = [engine(images.contiguous(memory_format=torch.channels_last), "population") for _ in range(10)]
-        finally:
-            stop.set()
-    assert_close(torch.stack(found), expected.expand(10, -1, -1), atol=1e-4, rtol=0)
-
-
-def test_without_a_choice_the_statistics_are_those_of_the_model(engine, own):
-    images = photographs(2, 16)
-    assert_close(engine(images), engine(images, "population"))
-    own.default_statistics = "sample"
-    assert_close(TorchEngine(own)(images), engine(images, "sample"), atol=1e-4, rtol=0)
-
-
-@each_engine
-def test_expected_without_a_group_is_the_population(name, away_from_start):
-    model = trained_model("inception_cifar_bkn", away_from_start, shared_process_noise=False)
-    engine, images = create_engine(model, name), photographs(2, 16)
-    assert_agrees(engine, model, images, "sample")
-    model.statistics_batch_size = None
-    engine = create_engine(model, name)
-    assert_close(engine(images, "expected"), engine(images, "population"), atol=0, rtol=0)
-
-
-@each_engine
-def test_an_engine_leaves_the_model_alone(own, name):
-    before = copy.deepcopy(own.train().state_dict())
-    engine = create_engine(own, name)
-    for mode in ("population", "sample"):
-        engine(photographs(1, 16).requires_grad_(), mode)
-    assert own.training
-    assert_close(dict(own.state_dict()), dict(before), atol=0, rtol=0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -334,18 +265,6 @@ def test_pytorch_on_a_gpu_agrees_with_the_network(model, mode):
 
 
 # Preparations, and models that change
-
-
-@each_engine
-@pytest.mark.parametrize("mode", ["population", "expected"])  # which shares its preparation with `sample`
-def test_changed_model_is_prepared_again(own, name, mode):
-    """An engine shares some of its weights: without that, it would run old and new ones mixed."""
-    images, engine = photographs(2, 16), create_engine(own, name)
-    assert_agrees(engine, own, images, mode)
-    recalibrate(own, [3 * photographs(4, 16)])
-    assert_agrees(engine, own, images, mode)
-    own.load_state_dict({key: value * 1.1 for key, value in own.state_dict().items()})
-    assert_agrees(engine, own, images, mode)
 
 
 MIDDLE = "inception_b.branches.1.0"  # a layer between the first and the last
@@ -374,17 +293,6 @@ def test_replaced_parameter_or_module_is_noticed(own, name):
     layer.conv.weight.data = layer.conv.weight.data + 0.1  # which PyTorch does not count
     engine.refresh()
     assert_agrees(engine, own, images, "population")
-
-
-def test_model_with_replaced_tensors_is_prepared_again(small, own):
-    """By some that PyTorch does not count the changes of, too."""
-    images, engine = photographs(1, 16), create_engine(own.requires_grad_(False), "torch")
-    assert_agrees(engine, own, images, "sample")
-    for share in (1.1, 1.2):
-        with torch.inference_mode():
-            state = {key: value * share for key, value in small.state_dict().items()}
-        own.load_state_dict(state, assign=True)
-        assert_agrees(engine, own, images, "sample")
 
 
 # Precision
@@ -500,16 +408,16 @@ def test_openvino_rounds_the_size_of_a_pooling_as_pytorch_does(shape, ceil_mode,
 # What is refused
 
 
-@needs_openvino
-def test_operation_unknown_to_openvino_is_named(own):
-    own.head = lambda x: torch.cumsum(x, 1)
-    symbol = Symbol(openvino_graph.ops.parameter([1, 4, 8, 8]))
-    for words, run in [
-        ("cumsum: choose engine='torch'", lambda: OpenVINOEngine(own)(photographs(1, 16))),
-        ("this average pooling", lambda: F.avg_pool2d(symbol, 3, ceil_mode=True)),
-    ]:
-        with pytest.raises(InputError, match=f"cannot translate {words}"):
-            run()
+@each_engine
+def test_sample_of_single_values_is_refused(name):
+    """The normalized features would be constant; `expected` shares its graph with `sample`, and runs."""
+    layers = [nn.Conv2d(3, 4, 8), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1), nn.Flatten()]
+    engine = create_engine(convert(nn.Sequential(*layers), statistics_batch_size=2).eval(), name)
+    engine(photographs(1, 8), "expected")
+    for _ in range(2):
+        with pytest.raises(InputError, match="has one value per channel: use statistics='population'"):
+            engine(photographs(1, 8), "sample")
+    engine(photographs(1, 9), "sample")
 
 
 def test_without_openvino_pytorch_is_used_and_openvino_refused(small, monkeypatch):
@@ -572,24 +480,3 @@ def test_engines_refuse_the_images_that_the_network_refuses(engine, small):
         assert str(refused_too.value) == str(refused.value)
     with pytest.raises(UnknownNameError, match="unknown statistics 'batch'"):
         engine(photographs(1, 16), "batch")
-
-
-@needs_openvino
-def test_a_signal_finds_a_stack_after_engines_have_come_and_gone():
-    """In a process of its own, which would crash."""
-    program = """
-        import gc, os, signal, torch, bkn_zoo
-        from bkn_zoo.inference.engines import create_engine
-
-        signal.signal(signal.SIGUSR1, lambda *_: print("handled"))
-        model = bkn_zoo.create_model("inception_cifar_gn").eval()
-        engines = [create_engine(model, "openvino") for _ in range(2)]
-        while engines:
-            [engine(torch.zeros(1, 3, 32, 32)) for engine in engines]
-            del engines[0]
-            gc.collect()
-        os.kill(os.getpid(), signal.SIGUSR1)
-    """
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert (result.returncode, result.stdout) == (0, "handled\n"), result.stderr

@@ -1,7 +1,7 @@
 """Compiled graphs that are cached between two starts."""
 
-import logging
 import os
+import shutil
 
 import pytest
 import torch
@@ -47,29 +47,6 @@ def test_second_start_reads_compiled_graphs(model, folder):
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == written
 
 
-def test_changed_network_or_code_has_another_graph(model, folder):
-    start(model)
-    for change in (
-        lambda: model.fc.weight.data.add_(1.0),
-        lambda: setattr(model, "head", lambda x: 2 * x.mean((2, 3))),
-    ):
-        change()
-        with torch.no_grad():
-            assert_close(start(model), model(IMAGES, "population"), atol=1e-3, rtol=0)
-    assert len(list(folder.iterdir())) == 3
-
-
-@pytest.mark.parametrize("size", [0, 20, 0.5])
-def test_truncated_file_is_replaced(model, folder, size):
-    first = start(model)
-    (path,) = folder.iterdir()
-    whole = path.stat().st_size
-    path.chmod(0o600)
-    os.truncate(path, size if isinstance(size, int) else int(size * whole))
-    assert_close(start(model), first, atol=1e-5, rtol=0)
-    assert path.stat().st_size == whole
-
-
 def test_cache_can_be_off(model, folder, monkeypatch):
     monkeypatch.setenv("BKN_ZOO_CACHE", "off")
     start(model)
@@ -77,36 +54,26 @@ def test_cache_can_be_off(model, folder, monkeypatch):
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid"), reason="a system without owners of files")
-@pytest.mark.parametrize("wrong", ["folder", "file", "fifo"])
-def test_cache_that_others_can_write_to_is_not_used(model, folder, wrong, caplog):
+@pytest.mark.parametrize("wrong", ["writable by others", "a file"])
+def test_folder_that_cannot_be_used_is_reported_once(model, folder, wrong, caplog):
     first = start(model)
-    (path,) = folder.iterdir()
     assert folder.stat().st_mode & 0o777 == 0o700
-    if wrong == "fifo":
-        path.unlink()
-        os.mkfifo(path)
+    if wrong == "a file":
+        shutil.rmtree(folder)
+        folder.write_text("a file in the place of a folder")
     else:
-        (folder if wrong == "folder" else path).chmod(0o770)
+        folder.chmod(0o770)
     for _ in range(2):
         assert_close(start(model), first, atol=1e-5, rtol=0)
     (record,) = caplog.records
-    assert record.levelno == logging.WARNING
     assert str(folder) in record.getMessage()
     assert "BKN_ZOO_CACHE" in record.getMessage()
-
-
-def test_folder_that_cannot_be_made_is_reported_once(model, folder, caplog):
-    folder.parent.write_text("a file in the place of a folder")
-    start(model)
-    start(model)
-    (record,) = caplog.records
-    assert str(folder) in record.getMessage()
 
 
 def test_least_recently_used_graphs_are_deleted(model, folder, monkeypatch):
     start(model)
     (used,) = folder.iterdir()
-    for name in ("1.blob", "1.graph", "notes.txt"):
+    for name in ("1.blob", "notes.txt"):
         (folder / name).write_bytes(bytes(1000))
         os.utime(folder / name, (10**9, 10**9))
     monkeypatch.setattr(graph_cache, "MOST_BYTES", used.stat().st_size + 500)

@@ -6,7 +6,6 @@ import os
 import struct
 import time
 import tracemalloc
-import warnings
 import zlib
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 from PIL import Image, ImageFile
 
 from bkn_zoo.errors import BrokenImageError, ImageError, ImageFormatError, ImageTooLargeError
-from bkn_zoo.images import INTERPOLATIONS, Preprocessing, open_header, open_image, preprocess, reading
+from bkn_zoo.images import Preprocessing, open_header, open_image, preprocess, reading
 from bkn_zoo.images.formats import MAX_PARTS, MAX_SCANS
 from bkn_zoo.images.transforms import central_square, normalize
 from bkn_zoo.training.data import evaluation_batches
@@ -134,9 +133,6 @@ def test_unsupported_image_sources_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(reading, "open", raising(PermissionError(13, "Permission denied")), raising=False)
     for source, kind, words in (
         ("http://127.0.0.1:9/cat.png", ImageError, r"there is no file 'http.*URLs are not followed"),
-        ("file:///etc/passwd", ImageError, "there is no file"),
-        ("data:image/png;base64,AAAA", ImageError, "there is no file"),
-        ("", ImageError, "there is no file"),
         ("a\0b", ImageError, "there is no file"),
         (tmp_path, ImageError, "is not a file"),
         (tmp_path / "pipe", ImageError, "is not a file"),
@@ -174,17 +170,6 @@ def test_image_of_any_mode_keeps_its_colour(mode):
             assert np.abs(np.array(corner(red)) - (255, 0, 0)).max() <= 6
 
 
-@pytest.mark.parametrize("mode", ["P", "L", "RGB", "1"])
-def test_a_colour_that_is_declared_transparent_shows_white(mode):
-    image = Image.new("RGB", (4, 4), "black").convert(mode)
-    transparent = (0, 0, 0) if mode == "RGB" else 0
-    if mode == "P":
-        image = Image.new("P", (4, 4), 0)
-        image.putpalette([0, 0, 0, 255, 0, 0])
-    np.testing.assert_array_equal(pixels(open_image(encoded(image, transparency=transparent))), 255)
-    np.testing.assert_array_equal(pixels(open_image(encoded(image))), 0)
-
-
 @pytest.mark.parametrize(("format", "byte_order"), [("PNG", "<"), ("TIFF", "<"), ("TIFF", ">")])
 def test_sixteen_bits_are_scaled_and_not_clipped(format, byte_order):
     ramp = np.linspace(0, 65535, 256).reshape(16, 16).astype(f"{byte_order}u2")
@@ -192,14 +177,10 @@ def test_sixteen_bits_are_scaled_and_not_clipped(format, byte_order):
     np.testing.assert_array_equal(pixels(found)[:, :, 0], ramp >> 8)
 
 
-def test_wide_integers_and_fractions_are_scaled_by_range():
-    for top, dtype in ((255, np.int32), (65535, np.int32), (1, np.float32), (255, np.float32), (65535, np.float32)):
-        values = np.linspace(0, top, 12).reshape(3, 4).astype(dtype)
-        found = pixels(open_image(encoded(Image.fromarray(values), "TIFF")))
-        np.testing.assert_allclose(found[:, :, 0], values * (255 / top), atol=0.51)
-    for worst in (-1, 70000):
-        with pytest.raises(ImageFormatError, match="outside 0 to 65535"):
-            open_image(encoded(Image.fromarray(np.full((3, 4), worst, np.int32)), "TIFF"))
+def test_pixels_of_32_bits_are_refused():
+    for dtype in (np.int32, np.float32):
+        with pytest.raises(ImageFormatError, match="convert it to 8 or 16 bits"):
+            open_image(encoded(Image.fromarray(np.ones((3, 4), dtype)), "TIFF"))
 
 
 @pytest.mark.parametrize("format", ["GIF", "WebP", "PNG", "TIFF"])
@@ -260,11 +241,9 @@ def exif_of(*entries):
 
 
 OTHERS = {
-    b"\0\0\1\0\1\0\x10\x10": "ICO", b"\0\0\0\x18ftypheic\0\0\0\0": "HEIC", b"\0\0\0\x18ftypavif\0\0\0\0": "AVIF",
-    b"8BPS\0\1": "PSD", b"%PDF-1.7": "PDF", b"%!PS-Adobe-3.0 EPSF-3.0": "EPS", b"<!DOCTYPE html><html>": "HTML",
-    b"<svg xmlns='http://www.w3.org/2000/svg'/>": "SVG", b"<?xml version='1.0'?>\n<!-- a comment -->\n<svg/>": "SVG",
-    b"\0\0\0\x0cjP  \r\n\x87\n": "JPEG 2000", b"hello": "no known image format",
-    b"P6 1 1 255 abc": "no known image format", bytes(100): "no known image format",
+    b"\0\0\0\x18ftypheic\0\0\0\0": "HEIC", b"\0\0\0\x18ftypavif\0\0\0\0": "AVIF", b"%PDF-1.7": "PDF",
+    b"<!DOCTYPE html><html>": "HTML", b"<?xml version='1.0'?>\n<!-- a comment -->\n<svg/>": "SVG",
+    b"hello": "no known image format", bytes(100): "no known image format",
 }  # fmt: skip
 
 
@@ -279,12 +258,6 @@ def test_other_formats_are_refused_by_name(data, name, tmp_path):
         open_image(path)
 
 
-def test_formats_that_pillow_could_read_are_refused():
-    for format in ("ICO", "PPM", "PCX", "TGA", "EPS", "PDF", "SGI", "DDS", "JPEG2000"):
-        with pytest.raises(ImageFormatError):
-            open_image(encoded(picture(), format))
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("format", FORMATS)
 def test_truncated_image_is_broken(format, tmp_path):
@@ -296,40 +269,6 @@ def test_truncated_image_is_broken(format, tmp_path):
         with pytest.raises(BrokenImageError, match=rf"notes\.png is a {format} file that cannot be decoded"):
             open_image(path)
     assert not ImageFile.LOAD_TRUNCATED_IMAGES
-
-
-def variants(data, count):
-    """Cut, flipped, overwritten, lengthened."""
-    random = np.random.default_rng(len(data))
-    found = [data[:cut] for cut in random.integers(0, len(data), count)]
-    for k in range(3 * count):
-        changed = bytearray(data)
-        span = min(len(data), 64) if k % 2 else len(data)  # the header matters most
-        for place in random.integers(0, span, 1 + k % 4):
-            changed[place] = changed[place] ^ (1 << int(random.integers(8))) if k % 3 else int(random.integers(256))
-        found.append(bytes(changed))
-    return [*found, data + data, data[:100] + b"\xff" * 100, data[: len(data) // 2] + data]
-
-
-PIXELS = {
-    "JPEG": ("RGB", "L", "CMYK"), "PNG": ("RGB", "P", "L", "LA", "RGBA", "1", "I;16"), "WebP": ("RGB", "RGBA"),
-    "GIF": ("P", "L"), "BMP": ("RGB", "P", "L", "RGBA", "1"),
-    "TIFF": ("RGB", "P", "L", "LA", "RGBA", "1", "CMYK", "I;16"),
-}  # fmt: skip
-ENCODINGS = [
-    *((format, mode, {}) for format, modes in PIXELS.items() for mode in modes),
-    *(("TIFF", "RGB", {"compression": name}) for name in ("tiff_lzw", "tiff_adobe_deflate", "jpeg")),
-]
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("format", "mode", "options"), ENCODINGS)
-def test_damaged_files_are_errors_or_images(format, mode, options):
-    image = Image.fromarray(noise()).convert("L" if mode == "I;16" else mode)
-    whole = encoded(image.convert("I").convert("I;16") if mode == "I;16" else image, format, **options)
-    for data in variants(whole, 20):
-        with contextlib.suppress(ImageError):
-            assert pixels(open_image(data, max_pixels=1_000_000)).size > 0
 
 
 # Bombs
@@ -435,14 +374,6 @@ def test_hidden_data_is_never_decompressed(name):
         assert open_image(data).size == (4, 4)
 
 
-def test_very_wide_canvas_is_read_in_time():
-    frames = [Image.new("RGB", (20, 2), colour) for colour in ("red", "lime")]
-    data = bytearray(encoded(frames[0], "WebP", save_all=True, append_images=frames[1:]))
-    data[24:30] = (8_000_000 - 1).to_bytes(3, "little") + (2 - 1).to_bytes(3, "little")
-    with within(1.5):  # 0.2 s, but several where Pillow reads it 64 KB at a time
-        assert open_image(bytes(data)).size == (8_000_000, 2)
-
-
 def test_limit_on_pixels_is_the_caller_s():
     assert open_header(png(6000, 5000, b"")).size == (6000, 5000)  # counted before they are decoded
     with pytest.raises(ImageTooLargeError):
@@ -459,18 +390,6 @@ def test_a_jpeg_of_very_many_scans_is_refused():
     assert open_image(data[:-2] + 10 * scan + data[-2:]).size == (64, 64)
     with pytest.raises(BrokenImageError):
         open_image(data[:-2] + MAX_SCANS * scan + data[-2:])
-
-
-@pytest.mark.filterwarnings("error")
-def test_limits_of_pillow_are_not_changed():
-    """Its warning of many pixels is an error of ours, too."""
-    limit, filters = Image.MAX_IMAGE_PIXELS, list(warnings.filters)
-    for data in (TOO_LARGE["png"], gif((13000, 13000))):
-        with pytest.raises(ImageTooLargeError):
-            open_image(data)
-    open_image(encoded(picture()))
-    assert limit == Image.MAX_IMAGE_PIXELS
-    assert list(warnings.filters) == filters
 
 
 # Preprocessing
@@ -498,19 +417,6 @@ def test_inference_sees_exactly_what_evaluation_saw(size, native_size, tmp_path)
         found = torch.stack([preprocess(open_image(array), preprocessing) for array in arrays])
         in_memory = ArrayImages(torch.from_numpy(arrays).permute(0, 3, 1, 2).contiguous(), torch.zeros(3).long())
         assert torch.equal(found, evaluated(in_memory, preprocessing))
-
-
-@pytest.mark.parametrize("interpolation", INTERPOLATIONS)
-def test_the_config_s_interpolation_is_used_in_both_steps(interpolation):
-    image = Image.fromarray(noise(40, 40))
-    found = preprocess(image, Preprocessing(64, MEAN, STD, 16, interpolation))
-    small = image.resize((16, 16), Image.Resampling[interpolation.upper()])
-    scaled = torch.from_numpy(np.array(small)).permute(2, 0, 1)[None].float() / 255
-    align = {} if interpolation == "nearest" else {"align_corners": False}
-    large = torch.nn.functional.interpolate(scaled, (64, 64), mode=interpolation, **align)
-    expected = (large - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
-    rounding = 1e-5 if interpolation == "bilinear" else 0  # for which there is a faster kernel
-    torch.testing.assert_close(found, expected[0], rtol=0, atol=rounding)
 
 
 def test_the_square_is_the_middle_and_is_normalized():

@@ -7,8 +7,6 @@ the same code on the CPU, slowly: only the small cases are run there.
 import copy
 import itertools
 import math
-from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -257,18 +255,6 @@ def test_features_of_any_shape_keep_their_layout(layout, size):
     assert_same(step)
 
 
-def test_inputs_that_are_not_contiguous_are_taken():
-    def step():
-        x, shortcut = normal(4, 6, 5, 8)[..., ::2], normal(4, 5, 4, 6).permute(0, 3, 1, 2)
-        return BatchKalmanNorm2d(6).to(DEVICE)(x, residual=shortcut)[0]
-
-    assert_same(step)
-
-
-def test_a_scale_without_a_shift_is_left_to_pytorch():
-    assert_same(lambda: BatchKalmanNorm2d(5, bias=False).to(DEVICE)(normal(4, 5, 3, 3)), 0)
-
-
 def with_all_kinds_of_transitions(width=8):
     """A network to convert, with norms after dense, depthwise and grouped convolutions and after another norm."""
     wide = 2 * width
@@ -444,14 +430,6 @@ def test_a_residual_on_another_device_is_refused():
         BatchKalmanNorm2d(6).to(DEVICE)(normal(2, 6, 4, 4), residual=torch.empty(2, 6, 4, 4, device="meta"))
 
 
-def test_implementations_that_are_unknown_or_missing_are_refused(monkeypatch):
-    with pytest.raises(bkn_zoo.UnknownNameError, match="pytorch or triton"), kernels.use("cuda"):
-        pass
-    monkeypatch.setattr(kernels, "HAS_TRITON", False)
-    with pytest.raises(bkn_zoo.InputError, match="use a GPU or set TRITON_INTERPRET=1"), kernels.use("triton"):
-        pass
-
-
 def test_shapes_beyond_32_bits_are_left_to_pytorch():
     with kernels.use("triton"):
         assert kernels.chosen(torch.empty(70_000, 8, 2, 2, device="meta"))
@@ -530,24 +508,6 @@ def test_a_compiler_sees_the_operators_and_no_transforms(strict):
 def test_more_groups_than_a_dimension_of_a_grid_has_are_taken():
     y, _ = BatchNorm2d(3).to(DEVICE)(normal(70_000, 3, 2, 2), None, ALONE)
     assert_close(y[-1].mean((1, 2)), torch.zeros(3, device=DEVICE), rtol=0, atol=1e-5)
-
-
-def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
-    """Fake two GPUs: the tensors are on the second, and the first is the current one."""
-    current, seen = [0], []
-
-    @contextmanager
-    def device(index):
-        before, current[0] = current[0], index
-        yield
-        current[0] = before
-
-    monkeypatch.setattr(launch, "cuda_device", lambda: current[0])
-    monkeypatch.setattr(torch.cuda, "device", device)
-    launches = launch.Launches([], (), {}, 0)
-    monkeypatch.setattr(launches, "_launch_again", lambda device, *_: seen.append((device, current[0])))
-    launches(SimpleNamespace(get_device=lambda: 1), alone=True)
-    assert (seen, current) == ([(1, 1)], [0])
 
 
 # Whole networks, on a GPU

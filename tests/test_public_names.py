@@ -23,7 +23,7 @@ PACKAGES_OF_0_1_0 = {
         "open_image", "preprocess", "Preprocessing", "INTERPOLATIONS", "central_square", "enlarge", "normalize",
         "per_channel", "ImageSource", "SUFFIXES", "MAX_PIXELS",
     ),
-    "inference": ("ENGINES", "PRECISIONS", "FORMATS"),
+    "inference": ("ENGINES", "PRECISIONS"),
     "kernels": ("use",),
     "models": ("Network", "create_model", "list_models"),
     "norms": (

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-from unittest.mock import Mock, patch
 
 import attackers
 import pytest
@@ -14,37 +13,13 @@ from attackers import encoded, noise, picture
 from PIL import Image
 
 from bkn_zoo.errors import BrokenImageError, ImageTooLargeError
-from bkn_zoo.images import Preprocessing
-from service import base64_json, uploads
-from service.costs import CHEAP, Kind, estimate
-from service.decoding import PriorityThreads
+from bkn_zoo.images import Preprocessing, open_image, preprocess, preprocess_square
+from service import uploads
+from service.decoding import CHEAP, Kind, PriorityThreads, estimate
 from service.errors import ServiceError
 from service.slow_decoder import SlowDecoder
 
 ABOUT = Preprocessing(32, (0.5,) * 3, (0.25,) * 3)
-
-
-def test_large_json_is_parsed_in_a_thread_and_small_is_not():
-    sizes = []
-
-    async def work(size, parse, *arguments):
-        sizes.append(size)
-        return parse(*arguments)
-
-    def read(image):
-        body = json.dumps({"image": base64.b64encode(image).decode()}).encode()
-        message = {"type": "http.request", "body": body}
-        asked = Mock(headers={"content-type": "application/json"}, query_params={}, scope={"query_string": b""})
-        asked.stream = lambda: _parts(message["body"])
-        return asyncio.run(uploads.read_upload(asked, "image", work))[0]
-
-    large = os.urandom(300_001)
-    assert (read(b"small"), sizes) == (b"small", [])
-    assert (read(large), len(sizes)) == (large, 1)
-
-
-async def _parts(body):
-    yield body
 
 
 @pytest.mark.parametrize(
@@ -52,39 +27,19 @@ async def _parts(body):
 )
 def test_base64_with_padding_or_letters_out_of_place_is_refused(text):
     with pytest.raises(ServiceError, match="not base64"):
-        base64_json.decode_base64(text)
+        uploads.decode_base64(text)
 
 
-@pytest.mark.parametrize("size", [0, 1, 2, 191, 192, 193, 194, 49_151, 49_152, 200_003])
+@pytest.mark.parametrize("size", [0, 1, 2, 193, 49_151, 49_152, 200_003])
 @pytest.mark.parametrize("letter", ["/", "+", "A", "\n"])
 def test_base64_with_escapes_is_read_at_any_length(size, letter):
     image = os.urandom(size)
     text = base64.encodebytes(image).decode() if letter == "\n" else base64.b64encode(image).decode()
-    body = json.dumps({"x\\": '"', "image": f"data:image/png;base64,{text}", "images": [text]})
+    body = json.dumps({"x\\": '"', "image": f"data:image/png;base64,{text}"})
     escaped = body.replace(letter, f"\\u{ord(letter):04x}") if letter in "/+" else body
-    data = base64_json.parse_body(escaped.encode())
-    assert data.keys() == {"x\\", "image", "images"}
+    data = uploads.parse_body(escaped.encode())
     assert data["x\\"] == '"'
-    assert [base64_json.decode_base64(one) for one in (data["image"], *data["images"])] == [image] * 2
-
-
-@pytest.mark.parametrize(
-    "body",
-    [b'"' * 10**7, b'["' + b'\\"' * 10**6, b"[" + b"{}," * 10**5, b"[" + b"1," * 10**6, b'["' + b"\\u0041" * 10**6],
-)
-def test_json_of_many_parts_is_refused_without_parsing(body):
-    with patch("service.base64_json.from_json") as parse, pytest.raises(ServiceError, match="too many parts"):
-        base64_json.parse_body(body)
-    parse.assert_not_called()
-
-
-def test_parameter_names_are_limited_before_they_are_compared():
-    with patch("service.uploads.get_close_matches") as compare:
-        with pytest.raises(ServiceError, match="more than 32 parameters"):
-            uploads._chosen({f"modal{k}": 1 for k in range(33)})
-        with pytest.raises(ServiceError, match="more than 32 parameters"):
-            uploads._query(Mock(scope={"query_string": b"&".join([b"modal=1"] * 33)}))
-    compare.assert_not_called()
+    assert uploads.decode_base64(data["image"]) == image
 
 
 # Images
@@ -95,26 +50,20 @@ def test_parameter_names_are_limited_before_they_are_compared():
     [
         (lambda: encoded(picture(side=600), "JPEG"), Kind.CHEAP),
         (lambda: encoded(picture(side=700), "PNG"), Kind.CHEAP),
-        (lambda: encoded(picture(side=900), "WEBP"), Kind.CHEAP),
+        (lambda: encoded(picture().convert("RGBA"), "WEBP"), Kind.CHEAP),
         (lambda: encoded(picture(side=900), "BMP"), Kind.CHEAP),
         (lambda: encoded(noise(600), "JPEG", progressive=True), Kind.CHEAP),
         (lambda: encoded(picture(side=3500), "JPEG"), Kind.PHOTOGRAPH),
         (lambda: encoded(picture(side=1500).convert("RGBA"), "PNG"), Kind.PHOTOGRAPH),
         (lambda: encoded(picture(side=1500), "WEBP"), Kind.SLOW),
         (lambda: encoded(picture(), "WEBP", lossless=True), Kind.SLOW),
-        (lambda: encoded(picture().convert("RGBA"), "WEBP"), Kind.CHEAP),
         (lambda: encoded(Image.new("RGBA", (50, 50)), "WEBP"), Kind.SLOW),
         (attackers.progressive, Kind.SLOW),
         (attackers.large_webp, Kind.SLOW),
-        (attackers.lossless_webp, Kind.SLOW),
-        (attackers.large_png, Kind.SLOW),
         (attackers.png_of_empty_blocks, Kind.SLOW),
         (attackers.strips, Kind.SLOW),
-        (attackers.planar, Kind.SLOW),
-        (lambda: encoded(picture(), "TIFF"), Kind.SLOW),
         (lambda: encoded(picture(), "GIF"), Kind.SLOW),
         (lambda: attackers.png(9, 9, *[(b"eXIf", b"")] * 300, pixels=bytes(90)), Kind.SLOW),
-        (lambda: encoded(picture(), "JPEG").replace(b"\xff\xc0", b"\xff\xc9"), Kind.CHEAP),
         (lambda: encoded(picture(side=3500), "JPEG").replace(b"\xff\xc0", b"\xff\xc9"), Kind.SLOW),
     ],
 )  # fmt: skip
@@ -127,8 +76,6 @@ def test_costly_images_are_known_by_their_header(make, kind):
 def test_pixels_are_counted_without_opening_the_file():
     sizes = {"strips": 8 * 32_768, "planar": 4000 * 4000, "large_webp": 49_000_000, "large_png": 49_000_000}
     assert {name: estimate(getattr(attackers, name)(), 50_000_000).pixels for name in sizes} == sizes
-    with pytest.raises(ImageTooLargeError):
-        estimate(attackers.large_png(), 1_000_000)
 
 
 @pytest.fixture(scope="module")
@@ -138,16 +85,11 @@ def decoder():
     decoder.stop()
 
 
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
-def test_slow_decoder_gives_the_same_pixels(decoder, kind):
-    from bkn_zoo.images import open_image, preprocess
-
-    data, about = encoded(picture(side=90).resize((90, 70)), kind), ABOUT
-    square = decoder.decode(data, 6300, about, 10_000)
-    assert preprocess(square, about).equal(preprocess(open_image(data), about))
-
-
-def test_slow_decoder_passes_errors_on_and_survives_them(decoder):
+def test_slow_decoder_gives_the_same_pixels_and_survives_errors(decoder):
+    for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"):
+        data = encoded(picture(side=90).resize((90, 70)), kind)
+        square = decoder.decode(data, 6300, ABOUT, 10_000)
+        assert preprocess_square(square, ABOUT).equal(preprocess(open_image(data), ABOUT))
     with pytest.raises(BrokenImageError, match="cannot be decoded"):
         decoder.decode(encoded(picture())[:200], 1600, ABOUT, 10_000)
     with pytest.raises(ImageTooLargeError, match="40 x 40 pixels, but 1,000 are allowed"):
@@ -165,8 +107,7 @@ def test_slow_decoder_that_dies_or_hangs_refuses_its_image(sent, seconds):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limits are those of Linux")
-def test_slow_decoder_has_limited_time_and_memory(monkeypatch):
-    decoder = SlowDecoder(60, 0)
+def test_slow_decoder_has_limited_time_and_memory(decoder):
     with pytest.raises(BrokenImageError, match="cannot be decoded"):
         decoder.decode(attackers.lossless_webp(), 996 * 996, ABOUT, 10_000_000)
     assert decoder.is_alive

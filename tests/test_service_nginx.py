@@ -1,14 +1,12 @@
 """deploy/nginx.conf in front of the service; skipped where nginx is not installed."""
 
 import shutil
-import subprocess
-import sys
 
 import attackers
 import pytest
 from attackers import encoded, picture
 from http_client import head, send
-from service_process import Nginx, ServiceProcess, save_small_checkpoint
+from service_process import nginx
 from watch import Watch
 
 pytestmark = pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed")
@@ -16,11 +14,9 @@ IMAGE = encoded(picture())
 
 
 @pytest.fixture(scope="module")
-def proxy(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("checkpoints")
-    save_small_checkpoint(folder / "small")
-    with ServiceProcess(folder) as service, Nginx(service) as nginx:
-        yield nginx
+def proxy(service):
+    with nginx(service) as running:
+        yield running
 
 
 def test_nginx_passes_requests_and_errors_on(proxy):
@@ -44,9 +40,7 @@ def test_errors_of_nginx_look_like_those_of_the_service(proxy, data, error):
 
 @pytest.mark.parametrize("name", ["stalled head", "stalled body", "8 form in punycode", "10 TIFF of one shared strip"])
 def test_attack_through_nginx_disturbs_no_healthy_client(proxy, name):
-    command = [sys.executable, attackers.__file__, str(proxy.port), "4", "--name", name, "--clients", "24"]
-    attack = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert attack.stdout.readline() == "begun\n"
+    attack = attackers.begin(proxy.port, 4, "--name", name, "--clients", 24)
     with Watch(proxy.url, IMAGE) as watch:
         attack.communicate(timeout=120)
     watch.check(name)

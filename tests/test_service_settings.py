@@ -1,6 +1,5 @@
 """Settings of the service, API keys, and models that can or cannot be loaded."""
 
-import base64
 import re
 import shutil
 import socket
@@ -19,8 +18,6 @@ from service.command import serve_command
 from service.settings import Settings, read_settings
 
 IMAGE = encoded(picture(1, side=50))
-TEXT = base64.b64encode(IMAGE).decode()
-JSON = "application/json"
 
 
 @pytest.fixture(autouse=True)
@@ -67,8 +64,7 @@ def test_other_origins_are_refused_unless_named():
         client = TestClient(create_app(read_settings(["--models", "first", "--cors-origins", origins])))
         assert client.get("/health/live", headers=origin).headers.get("access-control-allow-origin") == allowed
     asked = {"Origin": "https://example.net", "Access-Control-Request-Method": "POST"}
-    refused = client.options("/v1/classify", headers=asked)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "cors_refused")
+    assert client.options("/v1/classify", headers=asked).status_code == 400
     assert client.options("/v1/classify", headers=asked | origin).status_code == 200
 
 
@@ -93,8 +89,7 @@ def test_flag_wins_over_environment(monkeypatch):
     assert settings.models == ["one", "owner/two@main"]
     assert "secret" not in repr(settings)
     assert read_settings(["--queue-length", "5", "--model", "three"]).models == ["three"]
-    for several in (["--models", "one", "two,three"], ["--models=one", "two", "three"]):
-        assert read_settings([*several, "--queue-length", "5"]).models == ["one", "two", "three"]
+    assert read_settings(["--models", "one", "two,three", "--queue-length", "5"]).models == ["one", "two", "three"]
     assert read_settings(["--queue-length", "5"]).queue_length == 5
     assert Settings().host == "127.0.0.1"
 
@@ -104,9 +99,7 @@ def test_help_lists_every_option_and_its_variable(capsys):
         read_settings(["--help"])
     shown = " ".join(capsys.readouterr().out.split())
     assert all(f"--{name.replace('_', '-')} " in shown for name in Settings.model_fields)
-    assert "--models NAME[,NAME], --checkpoint NAME[,NAME]" in shown
     assert "--queue-length is BKN_ZOO_QUEUE_LENGTH" in shown
-    assert "--engine {auto,torch,openvino} what runs the models (default: auto)" in shown
     assert not re.search(r"default: (\)|\[)|list\[| str ", shown)
 
 
@@ -152,11 +145,8 @@ def broken(checkpoints, tmp_path):
 
 def test_model_that_cannot_be_loaded_evicts_no_other(broken):
     with LocalService("--models", f"first,{broken},nowhere", "--loaded-models", "1") as service:
-        for _ in range(2):
-            assert service.ask("/v1/classify?model=nowhere", IMAGE).error == (503, "unavailable")
-        models = service.ask("/v1/models").json()["models"]
-        assert [model["loaded"] for model in models] == [True, False, False]
-        assert service.ask("/v1/classify?model=broken", IMAGE).status == 503
+        for name in ("nowhere", "nowhere", "broken"):
+            assert service.ask(f"/v1/classify?model={name}", IMAGE).error == (503, "unavailable")
         assert service.ask(body=IMAGE).status == 200
 
 
@@ -164,8 +154,9 @@ def test_model_that_cannot_be_loaded_evicts_no_other(broken):
 def test_named_models_or_the_bundled_default_are_loaded_first(arguments, loaded):
     with LocalService(*arguments) as service:
         models = service.ask("/v1/models").json()["models"]
-        assert len(models) >= 3
         assert [model["loaded"] for model in models] == [k < loaded for k in range(len(models))]
+        engine = next(iter(service.service.pool._loaded.values())).classifier.engine
+        until(lambda: len(engine._prepared) == 2, "all modes are prepared without being asked for")
 
 
 @pytest.mark.parametrize(
@@ -182,9 +173,3 @@ def test_missing_model_ends_the_command_before_it_serves(models, words, broken, 
     assert serve_command(["--port", "0", "--models", models.format(empty=tmp_path / "empty", broken=broken)]) == 1
     shown = capsys.readouterr()
     assert (shown.out, words in shown.err) == ("", True)
-
-
-def test_all_modes_are_warmed_without_being_asked_for():
-    with LocalService("--models", "first") as service:
-        engine = service.service.pool._loaded["first"].classifier.engine
-        until(lambda: len(engine._prepared) == 2, "the population's and the image's statistics prepared")

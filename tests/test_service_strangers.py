@@ -1,16 +1,11 @@
 """Slow, hostile and merely clumsy clients, over real sockets, and a healthy client that must not notice them."""
 
 import contextlib
-import re
-import resource
 import socket
 import sys
-import threading
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
 import pytest
 from attackers import encoded, picture, prepared
@@ -31,7 +26,7 @@ LIMITED = ("/bin/sh", "-c", f'ulimit -n {FILES}; exec "$0" "$@"', sys.executable
 def service(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
     save_small_checkpoint(folder / "small")
-    flags = ("--head-seconds", f"{STALL}", "--stall-seconds", f"{STALL}", "--max-held-bytes", "64000000")
+    flags = ("--stall-seconds", f"{STALL}", "--max-held-bytes", "64000000")
     with ServiceProcess(folder, *flags, command=LIMITED, environment={"BKN_ZOO_API_KEYS": "secret"}) as process:
         for kind in ("PNG", "JPEG", "WEBP", "GIF"):  # load what is loaded on first use
             assert send(process.port, post(encoded(picture(), kind))).status == 200
@@ -43,71 +38,26 @@ def service(tmp_path_factory):
 
 def closes(connection, within):
     """Whether the service closes a connection, with or without an answer."""
-    end = time.monotonic() + within
+    connection.settimeout(max(within, 0.1))
     try:
-        while (left := end - time.monotonic()) > 0:
-            connection.settimeout(left)
-            if not connection.recv(65_536):
-                return True
+        while connection.recv(65_536):
+            pass
     except TimeoutError:
         return False
     except OSError:
-        return True
-    return False
+        pass
+    return True
 
 
 @contextlib.contextmanager
 def undisturbed(service, what, megabytes=60.0):
     """A healthy client is answered in time while the block runs, and the memory grows by no more than that."""
-    before, grown, over = service.memory(), [0.0], threading.Event()
-
-    def look():
-        while not over.wait(0.02):
-            grown.append(service.memory() - before)
-
-    looking = threading.Thread(target=look)
-    with Watch(service.url, IMAGE, KEY) as watch:
-        looking.start()
-        try:
-            yield
-        finally:
-            over.set()
-            looking.join()
+    with Watch(service.url, IMAGE, KEY) as watch, service.growth() as grown:
+        yield
     print(f"{what}: {max(grown):+.0f} MB at most")
     watch.check(what)
     assert max(grown) < megabytes
     assert "Traceback" not in service.log()
-
-
-def again(seconds=1.0):
-    """Once more, until the healthy client has been asking for long enough to notice."""
-    end = time.monotonic() + seconds
-    yield
-    while time.monotonic() < end:
-        yield
-
-
-# HTTP
-
-
-@pytest.mark.parametrize(
-    ("start", "status"),
-    [("GET /health/live", 200), ("POST /v1/classify", 200), ("CONNECT a:1", 404), ("OPTIONS /v1/classify", 405)],
-)
-def test_data_after_an_upgrade_is_a_body(service, start, status):
-    method, target = start.split()
-    hidden = get("/hidden") if method != "POST" else IMAGE
-    upgrade = ("Connection: Upgrade", "Upgrade: h2c", KEY, f"Content-Length: {len(hidden)}")
-    with connect(service.port) as connection:
-        connection.sendall(head(method, target, *upgrade))
-        time.sleep(0.1)
-        with contextlib.suppress(OSError):
-            connection.sendall(hidden)
-            connection.sendall(get("/health/ready", "Connection: close"))
-        first, *others = read(connection, None)
-    assert first.status == status
-    assert b"hidden" not in first.body
-    assert [reply.json() for reply in others] in ([], [{"status": "ready"}])
 
 
 def test_stalled_heads_are_closed_and_keep_nobody_out(service):
@@ -124,16 +74,11 @@ def test_stalled_heads_are_closed_and_keep_nobody_out(service):
             if number % 64 == 63:
                 assert {send(service.port, data).status for data in good} == {200}
         assert all(closes(connection, begun + STALL + 8 - time.monotonic()) for connection in connections)
+    with connect(service.port) as connection:
+        connection.sendall(b"GET / HT")
+        assert read(connection, None)[0].error == (408, "too_slow")
     for reason in ("made room", "slow head"):
         assert service.metric(f'bkn_connections_cut_total{{reason="{reason}"}}') > 0
-
-
-def test_slow_header_is_closed_with_a_reason(service):
-    with connect(service.port) as connection:
-        for letter in b"GET / HT":
-            connection.sendall(bytes([letter]))
-            time.sleep(0.02)
-        assert read(connection, None)[0].error == (408, "too_slow")
 
 
 def test_stalled_bodies_and_unread_answers_are_given_up(service):
@@ -154,10 +99,7 @@ def test_stalled_bodies_and_unread_answers_are_given_up(service):
 
 
 def ask_without_reading(service, connection):
-    """Whether the service gives such a client up, once what the network holds keeps it from writing.
-
-    A few requests at a time, so that the service does not close the connection since too many come too early.
-    """
+    """Whether the service gives up a client that sends a few requests at a time, but reads nothing."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # or the network would hold megabytes
     connection.connect(("127.0.0.1", service.port))
     connection.settimeout(60)
@@ -184,40 +126,10 @@ def trickle(connection, most):
     return True
 
 
-def test_forms_of_many_files_take_no_descriptors(service):
-    descriptors = Path(f"/proc/{service.process.pid}/fd")
-    file = b'--x\r\nContent-Disposition: form-data; name="images"; filename="a"\r\n\r\n' + bytes(1_200_000) + b"\r\n"
-    kind, length = "Content-Type: multipart/form-data; boundary=x", f"Content-Length: {6 * len(file) + 7}"
-    before = len(list(descriptors.iterdir()))
-    with contextlib.ExitStack() as stack:
-        connections = [stack.enter_context(connect(service.port)) for _ in range(3)]
-        for connection in connections:
-            connection.sendall(head("POST", "/v1/classify/batch", KEY, kind, length) + 6 * file)  # all but the end
-        time.sleep(0.5)
-        assert len(list(descriptors.iterdir())) <= before + 3 + 4
-        for connection in connections:
-            connection.sendall(b"--x--\r\n")
-            (reply,) = read(connection)
-            assert [result["error"]["code"] for result in reply.json()["results"]] == ["unsupported_format"] * 6
-
-
-def test_pipelined_requests_are_answered_in_order_up_to_a_limit(service):
+def test_pipelined_requests_are_answered_in_order(service):
     with connect(service.port) as connection:
         connection.sendall(get("/health/live") + post(IMAGE) + get("/nowhere") + get("/health/live"))
         assert [reply.status for reply in read(connection, 4)] == [200, 200, 404, 200]
-    with connect(service.port) as connection, contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        connection.sendall(prepared("pipelining"))
-        assert 2 <= len(read(connection, None)) <= 1000
-
-
-def test_client_that_closes_its_sending_side_is_gone(service):
-    before = service.metric('bkn_requests_total{method="POST",route="/v1/classify",status="200"}')
-    with connect(service.port) as connection:
-        connection.sendall(post(IMAGE)[:-1])
-        connection.shutdown(socket.SHUT_WR)
-        assert read(connection, None) == []
-    assert send(service.port, post(IMAGE)).status == 200
-    assert service.metric('bkn_requests_total{method="POST",route="/v1/classify",status="200"}') == before + 1
 
 
 def test_damaged_requests_in_random_packets_are_answered(service):
@@ -243,15 +155,7 @@ def test_attack_disturbs_no_healthy_client(service, name, status, megabytes):
     data = prepared(name).replace(b"Host: a\r\n", f"Host: a\r\n{KEY}\r\n".encode(), 1)
     assert send(service.port, data).status == status
     with undisturbed(service, name, megabytes):
-        found = [reply for _ in again() for reply in service.at_once(*[data] * 8)]
-    print(f"{name}: {Counter(reply.status for reply in found)}, {max(reply.seconds for reply in found):.2f} s at most")
+        end, found = time.monotonic() + 1, []
+        while not found or time.monotonic() < end:
+            found += service.at_once(*[data] * 8)
     assert {reply.status for reply in found} <= {status, 429}
-
-
-def test_service_is_as_it_was_after_all_that(service):
-    """The last of this file."""
-    time.sleep(STALL)
-    assert service.metric("bkn_connections") < 5
-    assert not re.findall(r'bkn_requests_total\{[^}]*status="50[^3]"\}', service.ask("/metrics").body.decode())
-    assert len(list(Path(f"/proc/{service.process.pid}/fd").iterdir())) < FILES / 2
-    assert resource.prlimit(service.process.pid, resource.RLIMIT_NOFILE)[0] == FILES

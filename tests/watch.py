@@ -15,12 +15,9 @@ Found = list[tuple[int, float]]
 
 
 class Watch:
-    """A healthy client while the block runs.
+    """A healthy client while the block runs. Afterwards, it has the status (or 0) and the seconds of each answer.
 
-    Attributes:
-        live, classify, photograph: the status and the seconds of each answer, once the block has ended; status 0 where
-            none came.
-        pauses: by how many seconds a short sleep of that process was too long.
+    `pauses` are by how many seconds a short sleep of that process was too long.
     """
 
     def __init__(self, url, image=b"", *headers, photograph=b""):
@@ -46,12 +43,8 @@ class Watch:
     def check(self, what, times=1.0):
         """Every answer was good, and none was late.
 
-        A client may wait 500 ms for /health/live and a second for an image; and ten times as long as the scheduler of a
-        machine which others use keeps a process waiting that only sleeps, since an answer takes that many turns. That
-        one in ten waits even longer is not the service's doing; those are bounded by what only a stall exceeds.
-
-        Args:
-            times: as long as that, where the test itself takes much of the processor.
+        A client may wait 500 ms for /health/live and a second for an image; and ten times as long as a busy machine
+        keeps a process waiting that only sleeps. One in ten may wait four times as long.
         """
         slack = 10 * sorted(seconds for _, seconds in self.pauses)[int(0.9 * (len(self.pauses) - 1))]
         for name, found, limit in (("live", self.live, 0.5), ("classify", self.classify, 1.0)):

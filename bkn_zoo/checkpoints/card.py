@@ -16,14 +16,7 @@ Run = Mapping[str, Any]
 
 
 class Dataset(NamedTuple):
-    """A data set, as shown in cards.
-
-    Attributes:
-        shown: its name.
-        hub: its id on the Hub.
-        split: the Hub's name for the images that are the test images here.
-        note: an explanation of those images, if needed.
-    """
+    """A data set in cards: its name, its id on the Hub, the Hub's name for the test images, and a note on them."""
 
     shown: str | None
     hub: str | None = None
@@ -83,9 +76,9 @@ def checkpoint_card(
 
     Args:
         run: the result of `read_record`.
-        sections: your own Markdown sections with headings, which come between accuracy and training.
+        sections: your own Markdown sections, which come between accuracy and training.
         address: what loads it in the examples: a path, or its id on the Hub; by default the name, as for the zoo's own.
-        license: the licence to name, an identifier of the Hub; None names none.
+        license: an identifier of the Hub.
     """
     check_license(license)
     data = dataset_name(config)
@@ -149,7 +142,6 @@ def check_license(license: str | None) -> None:
 
 
 def dataset_name(config: Config) -> str | None:
-    """The shown name of the data set that a network was trained on."""
     return _dataset(config).shown
 
 

@@ -30,18 +30,14 @@ class Config:
 
     Attributes:
         format_version: version of the folder's layout.
-        architecture: name of the network, as in `create_model`.
-        norm: the last part of that name; "bkn" for a converted network, which has the name from its library.
+        norm: the last part of the architecture's name; "bkn" for a converted network.
         norm_options: options of the norm, or of the library's network, as in `create_model`.
-        num_classes: outputs of the classifier.
         statistics_batch_size: images per statistics group in training; None means the whole batch.
         default_statistics: the mode of calls that do not choose one.
         label_names: one per class, in the order of the outputs.
-        preprocessing: how an image becomes the network's input.
         training: recipe and data, free-form.
         accuracy: per statistics mode, percentages such as {"top1": 71.2, "top5": 90.1}, measured on the stored weights.
-        uncertain_below: per statistics mode, the probability that 95 % of the correct answers on held-out images of its
-            classes reach. An answer below it may be wrong, or the image may show none of the classes.
+        uncertain_below: per statistics mode, the probability that 95 % of the correct answers on held-out images reach.
         versions: versions of the libraries that wrote the checkpoint.
         sha256: SHA-256 of each file of weights; empty if unknown.
     """
@@ -89,6 +85,13 @@ class Config:
     def on_validation(self) -> bool:
         """Whether the accuracy was measured on the validation images, because there were no others."""
         return self.training.get("test_images") == "validation"
+
+    @property
+    def measured_on(self) -> str | None:
+        """The images of the accuracy, if they are not the test images of the data set."""
+        if self.on_validation:
+            return "validation images, which also chose the epoch and the mode"
+        return self.training.get("measured_on")
 
     @property
     def dataset(self) -> Any:

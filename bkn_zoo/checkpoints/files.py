@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
@@ -24,8 +24,6 @@ CONFIG, CARD, GOLDEN, LICENSE = "config.json", "README.md", "golden.safetensors"
 OWN_FILES = (CONFIG, CARD, GOLDEN, INDEX, LICENSE, "model*.safetensors")
 NEEDED_FILES = (CONFIG, WEIGHTS, INDEX, "model-*.safetensors")
 """Patterns of the files that loading needs."""
-
-PICKLES = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -105,18 +103,10 @@ def weights_file(folder: Path) -> Path:
         raise CheckpointError(f"{folder} contains both {WEIGHTS} and {INDEX}: remove the one that is out of date.")
     if present:
         return present[0]
-    raise no_weights(str(folder), [path.name for path in folder.iterdir()])
-
-
-def no_weights(where: str, names: Collection[str]) -> CheckpointError:
-    """The error for a folder or repository without usable weights."""
-    pickles = sorted(name for name in names if name.endswith(PICKLES))
-    if pickles:
-        return CheckpointError(
-            f"{where} contains {pickles[0]} instead of {WEIGHTS}: pickles can run code and are never loaded, so "
-            "convert it with safetensors."
-        )
-    return CheckpointError(f"{where} has no {WEIGHTS}: restore it from the original checkpoint.")
+    raise CheckpointError(
+        f"{folder} has no {WEIGHTS}: restore it from the original checkpoint; a pickle can run code and is never "
+        "loaded, so convert it with safetensors."
+    )
 
 
 def files_of_weights(path: Path) -> list[Path]:
@@ -182,10 +172,6 @@ def check_file(path: Path, ending: str) -> None:
         raise InputError(f"{path} does not end in {ending}, as files of this format do: rename it.")
     if not os.path.isdir(path.parent):
         raise InputError(f"there is no folder {path.parent} for {path.name}: create it, or choose another file.")
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise InputError(f"{path.parent} is not writable: choose another folder for {path.name}.")
-    if os.path.isdir(path):
-        raise InputError(f"{path} is a folder: choose another file.")
 
 
 def lock(file: IO[bytes], taken: str) -> None:

@@ -21,25 +21,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from bkn_zoo.checkpoints import files
 from bkn_zoo.checkpoints.builders import build_network
 from bkn_zoo.checkpoints.card import checkpoint_card, is_default_card
 from bkn_zoo.checkpoints.config import FORMAT_VERSION, Config, norm_of
-from bkn_zoo.checkpoints.files import (
-    CARD,
-    CONFIG,
-    GOLDEN,
-    LICENSE,
-    OWN_FILES,
-    check_hashes,
-    put_in_place,
-    reading,
-    replace_file,
-    weights_file,
-    write_file,
-)
+from bkn_zoo.checkpoints.files import CARD, CONFIG, GOLDEN, LICENSE, OWN_FILES, reading, write_file
 from bkn_zoo.checkpoints.hub import Publication, check_repository, push_to_hub
 from bkn_zoo.checkpoints.locate import Location, find, locate
-from bkn_zoo.checkpoints.weights import copied, read_tensors, read_weights, stored_dtype, to_stored, write_weights
+from bkn_zoo.checkpoints.weights import copied, read_tensors, read_weights, to_stored, write_weights
 from bkn_zoo.errors import BknZooError, CheckpointError, DamagedFileError, InputError
 from bkn_zoo.images.preprocessing import Preprocessing
 from bkn_zoo.models import Network
@@ -73,15 +62,13 @@ def save_pretrained(
     license: str | None = None,
     license_text: str | None = None,
 ) -> None:
-    """Write a checkpoint folder, or replace one.
-
-    Weights of two dimensions and more are stored in 16 bits, the rest in 32.
+    """Write a checkpoint folder, or replace one. Weights of two dimensions and more are stored in 16 bits.
 
     Args:
         model: a network from `create_model` or `from_pretrained`.
         folder: where to save; an existing folder may contain a checkpoint and nothing else.
-        label_names: one per class; by default those of the checkpoint that the model came from, if any.
-        preprocessing: how images become inputs; by default that of the checkpoint that the model came from, if any.
+        label_names: by default those of the checkpoint that the model came from, if any, as `preprocessing`.
+        preprocessing: how images become inputs.
         training: recipe and data, free-form; like `accuracy`, it is not copied from an earlier checkpoint.
         accuracy: percentages per statistics mode, such as {"sample": {"top1": 71.2}}.
         uncertain_below: per statistics mode, the probability below which an answer is uncertain.
@@ -111,7 +98,7 @@ def save_pretrained(
         write_file(scratch / CARD, card.encode())
         if license_text is not None:
             write_file(scratch / LICENSE, license_text.encode())
-        put_in_place(scratch, folder)
+        files.put_in_place(scratch, folder)
     except BknZooError as error:
         raise CheckpointError(f"{folder} was not written, because it would not load: {error}") from error
     except OSError as error:
@@ -125,13 +112,13 @@ def save_pretrained(
 def add_accuracy(folder: Path, accuracy: dict[str, dict[str, float]]) -> Config:
     """Write the accuracy of a stored network into its config.json. Returns the new config."""
     config = replace(Config.read(folder / CONFIG), accuracy=accuracy)
-    replace_file(folder / CONFIG, config.to_json())
+    files.replace_file(folder / CONFIG, config.to_json())
     return config
 
 
 def write_card(folder: Path, text: str) -> None:
     """Replace the README.md of a checkpoint."""
-    replace_file(folder / CARD, text)
+    files.replace_file(folder / CARD, text)
 
 
 def from_pretrained(
@@ -159,20 +146,15 @@ def from_pretrained(
 def publish_network(model: Network, repository: str, **options: Any) -> Publication:
     """Save a network, and publish it on the Hub; see `Network.push_to_hub`."""
     check_repository(repository)
-    of_hub = {name: options.pop(name) for name in ("private", "tag", "create_pr") if name in options}
+    private = options.pop("private", False)
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent, repository.partition("/")[2])
         save_pretrained(model, folder, **options)
-        return push_to_hub(folder, repository, **of_hub)
+        return push_to_hub(folder, repository, private=private)
 
 
 def load_checkpoint(location: Location, as_stored: bool = False) -> Network:
-    """Load the network of a checkpoint that `locate` found.
-
-    Args:
-        as_stored: keep weights in 16 bits, as they are stored. This halves the memory and is for engines, which convert
-            the weights themselves.
-    """
+    """Load the network of a checkpoint that `locate` found; with `as_stored`, weights stay in 16 bits, for engines."""
     name, folder, revision = location
     try:
         model = load_folder(folder, as_stored)
@@ -194,8 +176,8 @@ def load_checkpoint(location: Location, as_stored: bool = False) -> Network:
 def load_folder(folder: Path, as_stored: bool = False) -> Network:
     """The network of a checkpoint folder; see `load_checkpoint`."""
     config = Config.read(folder / CONFIG)
-    path = weights_file(folder)
-    check_hashes(path, config.sha256)
+    path = files.weights_file(folder)
+    files.check_hashes(path, config.sha256)
     weights = read_weights(path)
     # Before building, so that a config which would need a petabyte is refused with this error on every system.
     rows = max((len(tensor) for tensor in weights.values() if tensor.ndim), default=0)
@@ -210,12 +192,6 @@ def load_folder(folder: Path, as_stored: bool = False) -> Network:
             norm.take_center()
     tensors = tensors_of(model)
     check_tensors(str(path), model, tensors, weights)
-    for name, tensor in tensors.items():
-        if weights[name].dtype != stored_dtype(tensor):
-            raise CheckpointError(
-                f"{path}: {name} is stored as {weights[name].dtype} instead of {stored_dtype(tensor)}: "
-                "write the checkpoint with save_pretrained."
-            )
     with torch.no_grad():
         if as_stored:
             for name, weight in copied(weights).items():  # copies, because the file may change
@@ -227,11 +203,7 @@ def load_folder(folder: Path, as_stored: bool = False) -> Network:
 
 
 def verify_golden(name_or_folder: str | os.PathLike[str]) -> dict[str, float]:
-    """Check that a checkpoint reproduces the outputs that were stored with it.
-
-    Returns:
-        The largest difference of each statistics mode, relative to its largest output.
-    """
+    """Check that a checkpoint reproduces its stored outputs; returns the largest relative difference of each mode."""
     folder = find(name_or_folder)
     path = folder / GOLDEN
     golden = read_tensors(path)
@@ -241,7 +213,7 @@ def verify_golden(name_or_folder: str | os.PathLike[str]) -> dict[str, float]:
             f"{path} contains {few(golden)} instead of input, {', '.join(outputs or MODES)}: save the model again."
         )
     differences = {}
-    for mode, output in golden_outputs(load_folder(folder), golden["input"]).items():
+    for mode, output in outputs.items():
         wanted = golden[mode]
         same = output.shape == wanted.shape
         scale = wanted.abs().max().clamp_min(1e-6)

@@ -4,26 +4,27 @@ Downloads use huggingface_hub and its cache, so HF_HOME, HF_TOKEN, HF_ENDPOINT a
 from a repository is executed or unpickled.
 """
 
-import hashlib
 import os
 import re
-from collections.abc import Iterable
-from contextlib import suppress
-from fnmatch import fnmatch
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from bkn_zoo.checkpoints.builders import is_model
-from bkn_zoo.checkpoints.config import Config
-from bkn_zoo.checkpoints.files import CONFIG, INDEX, NEEDED_FILES, WEIGHTS, files_of, no_weights, sha256
-from bkn_zoo.checkpoints.hub_errors import hub_errors
-from bkn_zoo.errors import CheckpointError, HubError, HubNotFoundError, InputError
-from bkn_zoo.progress import bars_like
+from bkn_zoo.checkpoints.files import CONFIG, INDEX, NEEDED_FILES, WEIGHTS, files_of
+from bkn_zoo.errors import (
+    BknZooError,
+    CheckpointError,
+    HubAccessError,
+    HubError,
+    HubNotFoundError,
+    HubUnavailableError,
+    InputError,
+)
 from bkn_zoo.version import __version__
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
-    from huggingface_hub.hf_api import RepoFile
 
 REACHABLE_SECONDS = 5
 """Seconds for the Hub to respond to the first request."""
@@ -38,133 +39,55 @@ def download(
     token: str | bool | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> tuple[Path, str]:
-    """Download the files that loading needs into the cache; returns the folder there and the commit.
-
-    All files are from one commit, even if the revision changes meanwhile. The arguments are those of huggingface_hub.
-    """
-    what = f"{repository}@{revision}" if revision else repository
-    with hub_errors(what, token):
-        folder = _snapshot(repository, revision, (CONFIG,), token, cache_dir)
-        commit = folder.name
-        if not (folder / CONFIG).exists():
-            raise CheckpointError(f"{what} has no {CONFIG}, so it is not a checkpoint of bkn_zoo: correct the name.")
-        # An unknown network or a newer format is refused before its weights are downloaded.
-        architecture = Config.read(folder / CONFIG).architecture
-        if not is_model(architecture):
-            raise CheckpointError(
-                f"{folder / CONFIG}: this bkn_zoo has no network {architecture!r}: upgrade it, or load another "
-                "checkpoint."
-            )
-        _snapshot(repository, commit, NEEDED_FILES, token, cache_dir)
-        if not (folder / WEIGHTS).exists() and not (folder / INDEX).exists():
-            raise no_weights(what, _api(token).list_repo_files(repository, revision=commit))
-    return folder, commit
-
-
-def _snapshot(
-    repository: str,
-    revision: str | None,
-    patterns: Iterable[str],
-    token: str | bool | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
-) -> Path:
-    """The folder of a commit in the cache, after downloading the files that match the patterns."""
+    """Download the files that loading needs into the cache; returns the folder there and the commit."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import tqdm
 
-    with bars_like(tqdm) as bars:
-        folder = snapshot_download(
+    what = f"{repository}@{revision}" if revision else repository
+    with hub_errors(what):
+        found = snapshot_download(
             repository,
             revision=revision,
             token=token,
             cache_dir=None if cache_dir is None else Path(cache_dir),
-            allow_patterns=list(patterns),
+            allow_patterns=list(NEEDED_FILES),
             library_name="bkn_zoo",
             library_version=__version__,
-            tqdm_class=bars,
         )
-    return Path(folder)
-
-
-class Change(NamedTuple):
-    """The change of one file: "added", "changed" or "removed", and its new size in bytes."""
-
-    file: str
-    kind: str
-    size: int
+    folder = Path(found)
+    if not (folder / CONFIG).exists():
+        raise CheckpointError(f"{what} has no {CONFIG}, so it is not a checkpoint of bkn_zoo: correct the name.")
+    return folder, folder.name
 
 
 class Publication(NamedTuple):
-    """The result of publishing: the commit, its changes (none if all files existed), and the pull request, if any."""
+    """The result of publishing: the commit and its address."""
 
     commit: str
-    changes: list[Change]
-    pull_request: str | None
+    url: str
 
 
-def changes(folder: str | os.PathLike[str], repository: str, revision: str | None = None) -> list[Change]:
-    """The changes that publishing a checkpoint folder would make. Only files of weights are ever removed."""
-    from huggingface_hub.hf_api import RepoFile
-
-    there: dict[str, RepoFile] = {}
-    with suppress(HubNotFoundError), hub_errors(repository):
-        entries = _api().list_repo_tree(repository, revision=revision)
-        there = {entry.path: entry for entry in entries if isinstance(entry, RepoFile)}
-    local = {path.name: path for path in files_of(Path(folder))}
-    found = [
-        Change(name, "changed" if name in there else "added", path.stat().st_size)
-        for name, path in local.items()
-        if name not in there or not _is_same(path, there[name])
-    ]
-    weights = [name for name in there if name == INDEX or fnmatch(name, "model*.safetensors")]
-    return found + [Change(name, "removed", 0) for name in sorted(weights) if name not in local]
-
-
-def push_to_hub(
-    folder: str | os.PathLike[str],
-    repository: str,
-    *,
-    private: bool = False,
-    tag: str | None = None,
-    create_pr: bool = False,
-) -> Publication:
+def push_to_hub(folder: str | os.PathLike[str], repository: str, *, private: bool = False) -> Publication:
     """Publish a checkpoint folder in one commit. The repository is created if needed; repeating it changes nothing.
 
     Args:
         folder: a checkpoint folder.
         repository: "owner/repo".
         private: whether a new repository is private.
-        tag: a tag for the commit; an existing tag must already be at it.
-        create_pr: open a pull request instead of committing to the main branch.
     """
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
-
     check_repository(repository)
-    if tag is not None and create_pr:
-        raise InputError("a pull request cannot be tagged: leave out the tag until it is merged.")
-    files_of(Path(folder))  # refuses an incomplete folder before a repository is created
-    api = _api()
+    folder = Path(folder)
+    files = [path.name for path in files_of(folder)]
     with hub_errors(repository):
+        api = _api()
         api.create_repo(repository, private=private, exist_ok=True)
-        tags = {ref.name: ref.target_commit for ref in api.list_repo_refs(repository).tags}
-        wanted = changes(folder, repository)
-        if tag in tags and wanted:
-            raise HubError(f"{repository} already has a tag {tag} for other files: choose another tag.")
-        if wanted:
-            operations = [
-                CommitOperationDelete(file) if kind == "removed" else CommitOperationAdd(file, Path(folder) / file)
-                for file, kind, _ in wanted
-            ]
-            message = f"Publish {Path(folder).resolve().name} with bkn_zoo {__version__}"
-            info = api.create_commit(repository, operations, commit_message=message, create_pr=create_pr)
-            published = Publication(info.oid, wanted, info.pr_url)
-        else:
-            published = Publication(api.repo_info(repository).sha or "", [], None)
-        if tag is not None and tags.get(tag, published.commit) != published.commit:
-            raise HubError(f"{repository} already has a tag {tag} at another commit: choose another tag.")
-        if tag is not None and tag not in tags:
-            api.create_tag(repository, tag=tag, revision=published.commit, exist_ok=True)
-    return published
+        made = api.upload_folder(
+            repo_id=repository,
+            folder_path=folder,
+            allow_patterns=files,
+            delete_patterns=[WEIGHTS, INDEX, "model-?????-of-?????.safetensors"],  # of an earlier commit
+            commit_message=f"Publish {folder.resolve().name} with bkn_zoo {__version__}",
+        )
+    return Publication(made.oid, made.commit_url)
 
 
 def check_reachable(repository: str) -> None:
@@ -182,14 +105,51 @@ def check_repository(repository: str) -> None:
         )
 
 
-def _is_same(path: Path, there: "RepoFile") -> bool:
-    if there.lfs is not None:
-        return there.lfs.sha256 == sha256(path)
-    data = path.read_bytes()
-    return there.blob_id == hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()  # git's hash of a file
+@contextmanager
+def hub_errors(what: str) -> Iterator[None]:
+    """Turn an error of huggingface_hub into a HubError that says what to do about the repository `what`."""
+    from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError
+
+    try:
+        yield
+    except BknZooError:
+        raise
+    except (HTTPError, OSError, ValueError) as error:
+        # The client reports a file that is missing in its cache, and the reason is the cause of that error.
+        cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) else None
+        # Not "from error": messages of the client may contain a token.
+        raise _hub_error(what, cause or error) from None
 
 
-def _api(token: str | bool | None = None) -> "HfApi":
+def _hub_error(what: str, error: BaseException) -> HubError:
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalTokenNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, GatedRepoError):
+        return HubAccessError(f"{what} is open to approved users only: ask for access on its page, and set HF_TOKEN.")
+    if isinstance(error, RevisionNotFoundError):
+        return HubNotFoundError(f"{what} does not exist, but its repository does: correct the revision after the @.")
+    if isinstance(error, RepositoryNotFoundError):
+        return HubNotFoundError(f"the Hub has no {what}, or it is private: correct the name, or set HF_TOKEN.")
+    if status in (401, 403) or isinstance(error, LocalTokenNotFoundError | UnicodeEncodeError):
+        return HubAccessError(
+            f"{what} needs a valid token with the right to do this ({status or 'none was sent'}): set HF_TOKEN, or run "
+            "`hf auth login`."
+        )
+    if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
+        return HubError(f"{what} cannot be stored ({error.strerror}): free space, or set HF_HOME to another folder.")
+    return HubUnavailableError(
+        f"the Hub cannot be reached for {what}, or failed ({status or type(error).__name__}): check the connection and "
+        "HF_HUB_OFFLINE, and try again later."
+    )
+
+
+def _api() -> "HfApi":
     from huggingface_hub import HfApi
 
-    return HfApi(token=token, library_name="bkn_zoo", library_version=__version__)
+    return HfApi(library_name="bkn_zoo", library_version=__version__)

@@ -43,10 +43,7 @@ def locate(
     token: str | bool | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> Location:
-    """Find a checkpoint: a folder, one of `list_checkpoints()`, or a repository on the Hub, which is downloaded.
-
-    The arguments are those of `from_pretrained`.
-    """
+    """Find a checkpoint, as `from_pretrained` does; one on the Hub is downloaded."""
     text = os.fspath(name)
     repository, _, named = text.partition("@")
     if revision is not None:
@@ -109,11 +106,7 @@ def find(name: str | os.PathLike[str]) -> Path:
 
 
 def is_folder(name: str | os.PathLike[str]) -> bool:
-    """Whether the name of a checkpoint is the path of a folder.
-
-    It is if it is not a string, starts with ".", "/" or "~", exists as a folder, or contains a separator and cannot be
-    an id on the Hub.
-    """
+    """Whether the name of a checkpoint is the path of a folder: by its form, or because the folder exists."""
     if not isinstance(name, str) or name.startswith((".", "/", "~")) or os.path.isdir(name):
         return True
     return ("/" in name or os.sep in name) and not REPOSITORY.fullmatch(name.partition("@")[0])
@@ -122,22 +115,15 @@ def is_folder(name: str | os.PathLike[str]) -> bool:
 def _roots() -> list[Path]:
     named = os.environ.get(ENVIRONMENT_VARIABLE, "").split(os.pathsep)
     roots = [Path(name).expanduser().resolve() for name in named if name]
-    for root in filter(Path.is_dir, roots):
-        os.scandir(root).close()  # otherwise a folder without read permission would seem empty
     return list(dict.fromkeys([*roots, *([SOURCE_TREE] if SOURCE_TREE.is_dir() else [])]))
 
 
 def default_checkpoint() -> str:
-    """The name of the default checkpoint."""
     return usable_checkpoints()[0]
 
 
 def usable_checkpoints() -> list[str]:
-    """The names of all checkpoints that classify images, in order of preference; an error if there is none.
-
-    First the preferred one, if it exists, then BKN networks before others, then those with more classes, then the more
-    accurate ones. `bkn-zoo list` has the same order.
-    """
+    """The names of all checkpoints that classify images, the preferred one first, then BKN networks before others."""
     ranked = []
     for name in list_checkpoints():
         try:
@@ -146,8 +132,7 @@ def usable_checkpoints() -> list[str]:
             continue
         network = config.architecture.rpartition("_")[0]
         if config.preprocessing is not None and (network in NETWORKS or is_model(config.architecture)):
-            preferred = name != PREFERRED_CHECKPOINT, config.norm != "bkn"
-            ranked.append((*preferred, -config.num_classes, -(config.top1 or 0.0), name))
+            ranked.append((name != PREFERRED_CHECKPOINT, config.norm != "bkn", name))
     if not ranked:
         raise CheckpointError(
             "no checkpoint that classifies images was found: name a folder or owner/repo on the Hub (in a shell with "

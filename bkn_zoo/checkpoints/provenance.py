@@ -1,5 +1,6 @@
 """Where and how a result was computed: the command, the processes, the hardware and the versions."""
 
+import json
 import os
 import platform
 import re
@@ -44,13 +45,17 @@ def environment(seed: int | None = None) -> dict[str, Any]:
     }
 
 
+def write_results(path: Path, rows: list[dict[str, Any]], seed: int | None = None, **more: Any) -> None:
+    """Write rows and the environment in which they were measured."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**environment(seed), **more, "rows": rows}, indent=1) + "\n")
+
+
 def processes() -> int:
-    """The number of processes that train together."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def launched(words: list[str]) -> list[str]:
-    """The words that start a command: those of torchrun for several processes."""
     script = words[0] != "bkn-zoo"
     if processes() == 1:
         return ["python", *words] if script else words
@@ -60,7 +65,6 @@ def launched(words: list[str]) -> list[str]:
 
 
 def machines() -> int:
-    """The number of machines, according to torchrun."""
     return processes() // int(os.environ.get("LOCAL_WORLD_SIZE", processes()))
 
 

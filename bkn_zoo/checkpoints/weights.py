@@ -51,10 +51,7 @@ def write_weights(folder: Path, tensors: dict[str, Tensor], max_file_size: int) 
 
 
 def split(tensors: dict[str, Tensor], max_file_size: int) -> list[dict[str, Tensor]]:
-    """Tensors in their order, in as many shards as needed.
-
-    huggingface_hub has such a function, but it imports PyTorch's distributed tensors, which takes seconds.
-    """
+    """Tensors in their order, in shards. (huggingface_hub's function takes seconds, for imports.)"""
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -103,13 +100,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         open_regular(path).close()  # safetensors reports a file without read permission as missing
         return safetensors.torch.load_file(path)
     except SafetensorError as error:
-        with path.open("rb") as file:
-            start = file.read(4)
-        if start.startswith((b"\x80", b"PK\x03\x04")):
-            raise CheckpointError(
-                f"{path} is a pickle with another name: pickles can run code and are never loaded, so convert it "
-                "with safetensors."
-            ) from None
         raise CheckpointError(
-            f"{path} is truncated or not a safetensors file ({error}): restore it from the original checkpoint."
+            f"{path} is truncated or not a safetensors file ({error}): restore it from the original checkpoint; a "
+            "pickle can run code and is never loaded, so convert it with safetensors."
         ) from None

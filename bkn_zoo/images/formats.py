@@ -40,18 +40,11 @@ FORMATS: dict[str, tuple[bytes, type[ImageFile]]] = {
     "TIFF": (rb"II[*+]\0|MM\0[*+]", TiffImageFile),
 }
 OTHER_FORMATS = {
-    "ICO": rb"\0\0[\1\2]\0",
     "HEIC": rb"....ftyp(hei|hev|mif|msf)",
     "AVIF": rb"....ftypavi",
-    "MP4": rb"....ftyp",
-    "JPEG 2000": rb"\0\0\0\x0cjP  |\xff\x4f\xff\x51",
-    "JPEG XL": rb"\xff\x0a|\0\0\0\x0cJXL ",
-    "PSD": rb"8BPS",
     "PDF": rb"%PDF",
-    "EPS": rb"%!PS",
     "SVG": rb"\s*(<\?xml.*)?(<!--.*)?<svg",
     "HTML": rb"\s*<(!doctype )?html",
-    "ZIP": rb"PK\x03\x04",
 }
 
 

@@ -186,21 +186,11 @@ def _from_array(array: np.ndarray, max_pixels: int) -> Image.Image:
 def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I;16"):
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))  # Pillow would clip values above 255
-    elif image.mode in ("I", "F"):
-        image = _scale(image)
+    elif image.mode in ("I", "F"):  # without a defined white
+        raise ImageFormatError("the image has numbers of 32 bits: convert it to 8 or 16 bits.")
     if image.has_transparency_data:
         image = image.convert("RGBA")
         over_white = Image.new("RGB", image.size, "white")
         over_white.paste(image, mask=image)
         return over_white
     return image if image.mode == "RGB" else image.convert("RGB")
-
-
-def _scale(image: Image.Image) -> Image.Image:
-    """Convert modes without a defined white. White is the smallest of 1, 255 and 65535 that no pixel exceeds."""
-    values = np.asarray(image, dtype=np.float32)  # exact up to 65535 and beyond
-    limits = (1, 255, 65535) if image.mode == "F" else (255, 65535)
-    white = next((limit for limit in limits if values.max() <= limit), None)
-    if white is None or not values.min() >= 0:
-        raise ImageFormatError("the image has values outside 0 to 65535: convert it to 8 or 16 bits.")
-    return Image.fromarray(np.rint(values * np.float32(255 / white)).astype(np.uint8))

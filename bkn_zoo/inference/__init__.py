@@ -5,9 +5,3 @@ ENGINES = ("auto", "torch", "openvino")
 
 PRECISIONS = ("auto", "f32", "f16", "bf16")
 """The precisions; "auto" is the fastest of the hardware."""
-
-FORMATS = ("onnx", "openvino")
-"""The formats of exported checkpoints."""
-
-SUFFIXES = {"onnx": ".onnx", "openvino": ".xml"}
-"""The endings of their files."""

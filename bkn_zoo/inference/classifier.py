@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import pickle
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,11 +16,10 @@ from torch import Tensor
 
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.folder import from_pretrained
-from bkn_zoo.cores import usable_cores
+from bkn_zoo.cores import default_device, usable_cores
 from bkn_zoo.errors import CheckpointError, ImageError, InputError
 from bkn_zoo.images import MAX_PIXELS, ImageSource, open_image, preprocess_square
 from bkn_zoo.images.reading import resized_square
-from bkn_zoo.inference.drift import Drift
 from bkn_zoo.inference.engines import create_engine
 from bkn_zoo.models import Network
 from bkn_zoo.modes import check_mode
@@ -44,13 +42,10 @@ class Classification:
 
     Attributes:
         predictions: labels with their probabilities, the likeliest first.
-        model: the name of the checkpoint.
-        revision: the commit of the repository that it was downloaded from; None for a local folder.
-        statistics: the statistics mode.
+        revision: the commit of the repository that the checkpoint was downloaded from; None for a local folder.
         engine: the engine that ran the network, "torch" or "openvino".
         uncertain: whether the highest probability is below the checkpoint's threshold, which 95 % of the correct
             answers on held-out images reach. The image may then show none of the classes. False without a threshold.
-        drift: how unusual the image is, from 0 to 1 (see `Drift`); None unless `watch` was called.
     """
 
     predictions: tuple[Prediction, ...]
@@ -59,7 +54,6 @@ class Classification:
     statistics: str
     engine: str
     uncertain: bool = False
-    drift: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The same as a dict, for JSON."""
@@ -78,14 +72,9 @@ class Classifier:
         streams: as in `create_engine`.
 
     Attributes:
-        name: name of the checkpoint.
         revision: the commit of the repository that it was downloaded from; None for a local folder.
-        model: the network.
-        engine: the engine that runs it.
         engine_name: "torch" or "openvino".
-        device: the device of the engine.
         preprocessing: how images are prepared.
-        drift: the result of `watch`.
     """
 
     def __init__(
@@ -98,14 +87,10 @@ class Classifier:
                 f"{name} does not say how its images are preprocessed: save it with save_pretrained(..., "
                 "preprocessing=...)."
             )
-        self._made_of = model, name, device, engine, precision, streams
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
         self.name, self.revision, self.model = name, model.revision, model
-        self.engine = create_engine(model, engine, device, precision, streams)
+        self.engine = create_engine(model, engine, default_device() if device == "auto" else device, precision, streams)
         self.engine_name = self.engine.name
         self.device = self.engine.device
-        self.drift: Drift | None = None
         self.preprocessing = config.preprocessing
         self._uncertain_below = config.uncertain_below
         self._labels = config.label_names or tuple(f"class {k}" for k in range(model.num_classes))
@@ -119,11 +104,6 @@ class Classifier:
     ) -> "Classifier":  # fmt: skip
         """A classifier from a checkpoint's name or folder, as in `bkn_zoo.from_pretrained`."""
         return cls(from_pretrained(name), os.fspath(name), device, engine, precision, streams)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle the arguments, because engines have locks and compiled graphs."""
-        # As bytes, because multiprocessing would move the weights to shared memory while the engine uses them.
-        return _made_anew, (type(self), pickle.dumps(self._made_of))
 
     @overload
     def __call__(
@@ -167,20 +147,11 @@ class Classifier:
             while batch := list(islice(prepared, self._batch)):
                 good = [image for image in batch if isinstance(image, Tensor)]
                 rows = iter(self.scores(torch.stack(good), chosen) if good else ())
-                drifts = iter(self.drift(torch.stack(good)).tolist() if good and self.drift else [None] * len(good))
                 for image in batch:
                     if isinstance(image, ImageError):
                         yield image
                     else:
-                        yield self.classification(next(rows), chosen, top_k, next(drifts))
-
-    def watch(self, usual: Iterable[ImageSource]) -> None:
-        """Compare all further images with these, and report how unusual they are. Copies of the classifier do not.
-
-        Args:
-            usual: 20 or more typical images, better some hundreds; an unreadable image is an error.
-        """
-        self.drift = Drift(self.model, map(self.prepare, usual), self.device)
+                        yield self.classification(next(rows), chosen, top_k)
 
     def choose(self, statistics: str | None = None) -> str:
         """The statistics mode of a call: the given one, or that of the checkpoint."""
@@ -208,13 +179,11 @@ class Classifier:
         order = (-row).argsort(kind="stable")[:top_k]  # several times as fast as PyTorch's for few classes
         return tuple(map(Prediction, map(self._labels.__getitem__, order), row[order].tolist()))
 
-    def classification(
-        self, scores: Tensor, statistics: str, top_k: int = 5, drift: float | None = None
-    ) -> Classification:
+    def classification(self, scores: Tensor, statistics: str, top_k: int = 5) -> Classification:
         """The result of one image, from its row of `scores` in this mode."""
         best = self.best(scores, top_k)
         uncertain = best[0].score < self._uncertain_below.get(statistics, 0.0)
-        return Classification(best, self.name, self.revision, statistics, self.engine_name, uncertain, drift)
+        return Classification(best, self.name, self.revision, statistics, self.engine_name, uncertain)
 
     def _ahead(self, images: Iterable[ImageSource]) -> Generator[Tensor | ImageError, None, None]:
         """Yield each prepared image or its error, in order, a few ahead."""
@@ -241,10 +210,6 @@ class Classifier:
             return self.prepare(image)
         except ImageError as error:
             return error
-
-
-def _made_anew(kind: type[Classifier], made_of: bytes) -> Classifier:
-    return kind(*pickle.loads(made_of))
 
 
 def _check_top_k(top_k: int) -> None:

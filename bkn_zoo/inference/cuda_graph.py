@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bkn_zoo.inference.tracing import in_float32
+from bkn_zoo.inference.folding import in_float32
 from bkn_zoo.modes import Statistics
 
 SIZES = (1, 2, 4, 8, 16, 32)
@@ -20,13 +20,8 @@ _capturing = threading.Lock()
 class Captured:
     """One network for images of one size, with a graph for each of `SIZES` that was used so far.
 
-    The graphs share the memory of the largest one, so they run one at a time, in a separate stream.
-
-    Args:
-        network: the network on the GPU, in evaluation mode.
-        statistics: the statistics that it was prepared for.
-        images: example images, of which only shape and type matter.
-        layout: memory layout of the images.
+    The graphs share the memory of the largest one, so they run one at a time, in a separate stream. Only shape and type
+    of `images` matter.
     """
 
     def __init__(self, network: nn.Module, statistics: Statistics, images: Tensor, layout: torch.memory_format) -> None:

@@ -3,8 +3,7 @@
 import operator
 import platform
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -16,21 +15,18 @@ from bkn_zoo.cores import allowed_cores, check_device, usable_cores
 from bkn_zoo.errors import InputError, UnknownNameError
 from bkn_zoo.inference import ENGINES, PRECISIONS
 from bkn_zoo.inference.cuda_graph import Captured
-from bkn_zoo.inference.folding import frozen, in_precision, prepare
+from bkn_zoo.inference.folding import frozen, in_float32, in_precision, prepare
 from bkn_zoo.inference.openvino_graph import Graph, build_graph, compiled, core, ov
-from bkn_zoo.inference.tracing import in_float32, shown_name, translate
 from bkn_zoo.models.network import BeliefNetwork, Network
 from bkn_zoo.modes import Statistics, choose_statistics
-from bkn_zoo.norms.running import RunningNorm
+from bkn_zoo.norms.running import RunningNorm, refuse_single_values
 from bkn_zoo.progress import waiting
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 KEPT = 12  # cached networks or graphs per engine; OpenVINO needs one for each mode and image size
 LARGEST_STATISTIC = 250.0  # in f16; OpenVINO on Arm also sums rows in f16, and 112 times twice this fits
 
-CHANGES = operator.attrgetter("_version")
-"""PyTorch's count of the changes of a tensor."""
-
+CHANGES = operator.attrgetter("_version")  # PyTorch's count of the changes of a tensor
 USUAL_SIDE = 224  # of images, if a converted network's checkpoint does not define it
 
 Prepared = TypeVar("Prepared")
@@ -44,15 +40,14 @@ def create_engine(
     Args:
         model: a network of the zoo, or from `bkn_zoo.convert`, converted as a whole, with images as input and one
             output tensor.
-        engine: "torch", "openvino", or "auto" for the fastest installed one that is ready soon: PyTorch for converted
-            networks whose code only OpenVINO's own frontend can translate.
+        engine: "torch", "openvino", or "auto" for the fastest installed one: PyTorch for converted networks whose code
+            OpenVINO cannot run.
         device: "cpu", or "cuda" for PyTorch.
-        precision: "f32", or "f16" or "bf16", which are less exact, and faster if the hardware supports them. With
-            PyTorch, statistics and beliefs stay float32; with OpenVINO they do not. "auto" is the fastest of the
-            hardware: bf16 or f16 on a GPU; with OpenVINO, bf16 on processors with AMX or AVX512-bf16 and f16 on Arm
-            processors that support it; otherwise f32.
-        streams: images that OpenVINO runs at once, from a batch or several threads, each on its share of the cores.
-            This gives more images per second, but each takes longer. At most one per core, limited by a CPU quota.
+        precision: "f32", "f16", "bf16", or "auto" for the fastest of the hardware: bf16 or f16 on a GPU; with
+            OpenVINO, bf16 on processors with AMX or AVX512-bf16 and f16 on Arm processors that support it; otherwise
+            f32. In 16 bits, statistics and beliefs stay float32 with PyTorch; with OpenVINO they do not.
+        streams: images that OpenVINO runs at once, each on its share of the cores. This gives more images per second,
+            but each takes longer. At most one per core, limited by a CPU quota.
     """
     if engine not in ENGINES:
         raise UnknownNameError(f"unknown engine {engine!r}: choose one of {', '.join(ENGINES)}.")
@@ -66,8 +61,8 @@ def create_engine(
         raise InputError(f"streams is {streams!r}: choose a whole number of at least 1.")
     if engine == "auto":
         possible = ov is not None and torch.device(device).type == "cpu"
-        soon = possible and (streams > 1 or model.foldable is None or _writes_its_graph(model))
-        engine = "openvino" if soon else "torch"
+        possible = possible and (streams > 1 or model.foldable is None or _writes_its_graph(model))
+        engine = "openvino" if possible else "torch"
     if engine == "openvino":
         return OpenVINOEngine(model, device, precision, streams)
     if streams != 1:
@@ -86,20 +81,11 @@ class Weights:
         tensors = [each for each in self._kept if isinstance(each, Tensor)]
         self._counted = [tensor for tensor in tensors if not tensor.is_inference()]
         self._changes = sum(map(CHANGES, self._counted))
-        named = [
-            ((type(module), name), tensor)
-            for module in model.modules()
-            for name, tensor in (*module._parameters.items(), *module._buffers.items())
-            if tensor is not None
-        ]
-        self._ends = [*dict(reversed(named)).values(), *dict(named).values()]
+        self._ends = [*tensors[:1], *tensors[-1:]]
         self._pointers = [tensor.data_ptr() for tensor in self._ends]
 
     def moved(self) -> bool:
-        """Whether the first or last tensor of a kind has moved in memory, for example to another device or precision.
-
-        Graphs may then refer to freed memory.
-        """
+        """Whether the tensors have moved to another device or precision. Graphs may then refer to freed memory."""
         return [tensor.data_ptr() for tensor in self._ends] != self._pointers
 
     def changed(self) -> bool:
@@ -114,14 +100,12 @@ class Engine:
     The engine shares unchanged weights with the model. If the model changes, by training, other weights or other
     modules, the engine prepares it again; do not use the engine while the model changes. Call `refresh` after changes
     that PyTorch does not count: of a tensor's `.data`, of a tensor made in inference mode, or by a captured step.
-
-    Attributes:
-        name: "torch" or "openvino".
-        streams: images that run at once.
     """
 
     name: str
     streams = 1
+    _fastest_precision: Callable[[], str]
+    _run: Callable[[Tensor, Statistics], Tensor]
 
     def __init__(self, model: BeliefNetwork, device: str = "cpu", precision: str = "f32") -> None:
         if precision not in PRECISIONS:
@@ -169,13 +153,6 @@ class Engine:
         """The precision of a statistics mode. With precision="auto", it can differ from `precision`."""
         return self.precision
 
-    def _fastest_precision(self) -> str:
-        """The fastest precision of the hardware."""
-        raise NotImplementedError
-
-    def _run(self, images: Tensor, statistics: Statistics) -> Tensor:
-        raise NotImplementedError
-
     def _outdated(self) -> bool:
         """Whether the model has changed. Then it is prepared again."""
         weights = self._weights
@@ -193,7 +170,7 @@ class Engine:
                 found = self._prepared.get(key)
                 if found is None:
                     weights = self._weights
-                    with waiting(f"preparing {shown_name(self.model)}"):
+                    with waiting(f"preparing {getattr(self.model, 'name', 'the network')}"):
                         found = prepare()
                     with self._lock:
                         if weights is self._weights:  # otherwise the model has changed meanwhile
@@ -248,18 +225,9 @@ class TorchEngine(Engine):
 
 
 class OpenVINOEngine(Engine):
-    """OpenVINO on a CPU. It runs as many images of a batch at once as it has streams, because batches gain nothing.
-
-    The network's own code runs once on symbols and builds the graph (`inference/symbols.py`). If a converted network
-    uses operations that are not supported there, torch.export and OpenVINO's own frontend translate it, which takes
-    several times as long for each mode and image size.
-
-    Attributes:
-        translated: whether the network is translated in this way.
-    """
+    """OpenVINO on a CPU. It runs as many images of a batch at once as it has streams, because batches gain nothing."""
 
     name = "openvino"
-    translated = False
 
     def __init__(
         self, model: BeliefNetwork, device: str = "cpu", precision: str = "f32", streams: int = 1
@@ -285,8 +253,9 @@ class OpenVINOEngine(Engine):
         return "f16" if "FP16" in _native() and platform.machine() in ("aarch64", "arm64") else "f32"
 
     def _run(self, images: Tensor, statistics: Statistics) -> Tensor:
-        key = (statistics if self.translated else _shared_by(statistics), images.shape[2:])
-        graph = self._once(key, lambda: self._compile(images.shape, statistics))
+        graph = self._once((_shared_by(statistics), images.shape[2:]), lambda: self._compile(images.shape, statistics))
+        if statistics.mode == "sample" and graph.single:
+            refuse_single_values(images[:, :, :1, :1], 1, training=False)
         own = 1 / (statistics.group or 1) if statistics.mode == "expected" else 1.0
         first, *others = images.detach().to("cpu", torch.float32).split(self.streams)
         started = graph.start(first, own)
@@ -301,15 +270,12 @@ class OpenVINOEngine(Engine):
             options["NUM_STREAMS"] = self.streams
         network = prepare(self.model, statistics, as_stored=True).cpu()
         try:
-            with _constant_buffers(network):
-                built = build_graph(network, shape[1:], statistics.mode == "population", options)
-        except Exception:  # runs the code of a converted network on a symbol, which can fail in any way
-            if self.model.foldable is None:
-                raise
-            self.translated = True
-            network = prepare(self.model, statistics).cpu()
-            built = translate(network, statistics, torch.zeros(1, *shape[1:]))
-        return Graph(compiled(built, options))
+            built, single = build_graph(network, shape[1:], statistics.mode == "population", options)
+        except InputError:
+            raise
+        except Exception as error:  # runs the code of a converted network on a symbol, which can fail in any way
+            raise InputError(f"OpenVINO cannot run this network ({error}): choose engine='torch'.") from error
+        return Graph(compiled(built, options), single)
 
     def precision_at(self, mode: str) -> str:
         """The engine's precision, unless it chose f16 itself and f16 cannot represent an image's statistics."""
@@ -333,23 +299,9 @@ def too_large_for_f16(model: nn.Module, mode: str) -> str | None:
     return None
 
 
-def _native() -> list[str]:
+def _native() -> Any:
     """What OpenVINO lists as native on this processor, such as FP32 and BF16."""
-    found: list[str] = core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-    return found
-
-
-@contextmanager
-def _constant_buffers(network: nn.Module) -> Iterator[None]:
-    """Give a network copies of its buffers, and raise an error at the end if its code has changed them."""
-    shared = [(buffer, buffer.data) for buffer in network.buffers()]
-    for buffer, before in shared:
-        buffer.data = before.clone()
-    yield
-    if not all(torch.equal(buffer, before) for buffer, before in shared):
-        raise InputError(
-            "this network changes its buffers in each call, which a graph does not support: choose engine='torch'."
-        )
+    return core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
 
 
 def _writes_its_graph(model: BeliefNetwork) -> bool:
@@ -362,7 +314,7 @@ def _writes_its_graph(model: BeliefNetwork) -> bool:
         return False
     try:
         network = prepare(model, Statistics("population"), as_stored=True).cpu()
-        with torch.inference_mode(), _constant_buffers(network):
+        with torch.inference_mode():
             build_graph(network, (first.in_channels, side, side), True, {})
     except Exception:  # any error of the network's own code
         return False

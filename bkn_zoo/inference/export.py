@@ -1,97 +1,68 @@
-"""Exports a checkpoint as a file for ONNX Runtime or OpenVINO, and checks its outputs."""
+"""Exports a checkpoint as an ONNX file, and checks its outputs."""
 
 import json
 import os
 import secrets
 import shutil
 import warnings
-from collections.abc import Callable
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.files import GOLDEN, check_file
 from bkn_zoo.checkpoints.folder import GOLDEN_SIZE, GOLDEN_TOLERANCE, load_checkpoint
 from bkn_zoo.checkpoints.locate import Location, locate
 from bkn_zoo.checkpoints.weights import read_tensors
-from bkn_zoo.errors import CheckpointError, InputError, UnknownNameError
-from bkn_zoo.inference import FORMATS, SUFFIXES
-from bkn_zoo.inference.engines import too_large_for_f16
-from bkn_zoo.inference.folding import in_precision, prepare
-from bkn_zoo.inference.openvino_graph import average_by_rows, core
-from bkn_zoo.inference.tracing import trace, translate
+from bkn_zoo.errors import CheckpointError, InputError
+from bkn_zoo.inference.folding import prepare
 from bkn_zoo.models.network import Network
 from bkn_zoo.modes import Statistics, choose_statistics
 from bkn_zoo.version import __version__
 
-PRECISIONS = {"f32": torch.float32, "f16": torch.float16}
-TOLERANCES = {"f32": GOLDEN_TOLERANCE, "f16": 0.05}
-"""Tolerance of a file's outputs, relative to the largest. With 16 bits, a hundred layers keep two digits."""
-
 OPSET = 18  # of ONNX. With 19 and later, ONNX Runtime on Arm lacks average pooling in f16.
-
-KEPT_IN_F32 = '<rt_info><attribute name="precise" version="0" /></rt_info>'
-"""Marks a layer of an OpenVINO file. OpenVINO then computes it in f32, even if it computes the others in f16."""
 
 
 def export(
-    name: str | os.PathLike[str],
-    output: str | os.PathLike[str] | None = None,
-    *,
-    format: str = "onnx",
-    statistics: str | None = None,
-    precision: str = "f32",
+    name: str | os.PathLike[str], output: str | os.PathLike[str] | None = None, *, statistics: str | None = None
 ) -> Path:
-    """Write a checkpoint as a file that ONNX Runtime or OpenVINO runs without this package, and return its path.
+    """Write a checkpoint as an ONNX file that needs no code of this package, and return its path.
 
-    The input is `images`, (any number, 3, size, size) in float32, preprocessed, and the output is `logits`. The logits
-    of an image do not depend on other images. The file's metadata has labels, preprocessing, statistics and name.
-    Before the file gets its name, its outputs are compared with the golden outputs of the checkpoint and with those of
-    the PyTorch network, for one image and for three.
+    The input is `images`, (any number, 3, size, size) in float32, preprocessed, and the output is `logits`. The file's
+    metadata has labels, preprocessing, statistics and name. Before the file gets its name, its outputs are compared
+    with those of the checkpoint.
 
     Args:
         name: a checkpoint's name or folder, as in `bkn_zoo.from_pretrained`.
-        output: the file to write; by default named after checkpoint, mode and f16, in the working directory. An
-            existing file is replaced. An OpenVINO file ends in .xml, and its weights are in a second file that ends in
-            .bin.
-        format: "onnx" or "openvino".
+        output: the file to write or replace; by default named after checkpoint and mode, in the working directory.
         statistics: "population", "sample" or "expected", fixed in the file; by default that of the checkpoint.
-        precision: "f32", or "f16" for weights and feature maps in 16 bits; statistics stay float32.
     """
     if not isinstance(name, str | os.PathLike):
         raise InputError(
             f"export needs the name or the folder of a checkpoint, not a {type(name).__name__}: save the network with "
             "save_pretrained first or, for your own network, use torch.export."
         )
-    if format not in FORMATS:
-        raise UnknownNameError(f"unknown format {format!r}: choose one of {', '.join(FORMATS)}.")
-    if precision not in PRECISIONS:
-        raise UnknownNameError(f"unknown precision {precision!r}: choose one of {', '.join(PRECISIONS)}.")
+    for needed in ("onnx", "onnxscript", "onnxruntime"):
+        if find_spec(needed) is None:
+            raise InputError(f"export needs {needed}: install it with pip install 'bkn-zoo[export]'.")
     if output is not None:
-        check_file(Path(output), SUFFIXES[format])
+        check_file(Path(output), ".onnx")
     location = locate(name)
     model = load_checkpoint(location)
     mode = model.default_statistics if statistics is None else statistics
     chosen = choose_statistics(False, mode, model.statistics_batch_size)
-    half = ".f16" if precision == "f16" else ""
-    path = Path(f"{_file_stem(location)}.{mode}{half}{SUFFIXES[format]}" if output is None else output)
+    path = Path(f"{_file_stem(location)}.{mode}.onnx" if output is None else output)
     images, wanted = _examples(model, location.folder / GOLDEN, mode)
-    network = in_precision(prepare(model, chosen), PRECISIONS[precision])
-    about = _about(model, location, mode, precision)
-    write, read = (_write_onnx, _read_onnx) if format == "onnx" else (_write_openvino, _read_openvino)
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         scratch.mkdir()
-        write(scratch / path.name, network, chosen, images, about)
-        if format == "openvino" and too_large_for_f16(model, mode):
-            _keep_in_f32(scratch / path.name)
-        _compare(path, read(scratch / path.name), images, wanted, TOLERANCES[precision])
-        _put_in_place(scratch, path)
+        _write(scratch / path.name, prepare(model, chosen), chosen, images, _about(model, location, mode))
+        _compare(path, scratch / path.name, images, wanted)
+        os.replace(scratch / path.name, path)
     except OSError as error:
         raise CheckpointError(
             f"{path} could not be written ({error}): free disk space, or choose another file."
@@ -120,7 +91,7 @@ def _examples(model: Network, golden: Path, mode: str) -> tuple[Tensor, Tensor]:
     return images, torch.cat([known.get(mode, logits[:1]), logits[1:]])
 
 
-def _about(model: Network, location: Location, mode: str, precision: str) -> dict[str, str]:
+def _about(model: Network, location: Location, mode: str) -> dict[str, str]:
     """Metadata that is needed to use the file alone; values that are not text are JSON."""
     config: Config = model.config
     about = {
@@ -130,7 +101,6 @@ def _about(model: Network, location: Location, mode: str, precision: str) -> dic
         "architecture": config.architecture,
         "statistics": mode,
         "statistics_batch_size": config.statistics_batch_size,
-        "precision": precision,
         "labels": config.label_names,
         "preprocessing": None if config.preprocessing is None else asdict(config.preprocessing),
         "accuracy": config.accuracy.get(mode),
@@ -139,33 +109,13 @@ def _about(model: Network, location: Location, mode: str, precision: str) -> dic
     return {key: value if isinstance(value, str) else json.dumps(value) for key, value in about.items()}
 
 
-def _compare(path: Path, run: Callable[[Tensor], Tensor], images: Tensor, wanted: Tensor, tolerance: float) -> None:
-    scale = wanted.abs().max().clamp_min(1e-6)
-    for count in (1, len(images)):
-        difference = float((run(images[:count]) - wanted[:count]).abs().max() / scale)
-        if not difference <= tolerance:
-            raise CheckpointError(
-                f"{path} was not written, because its logits for a batch of {count} differ from the checkpoint's by "
-                f"{difference:.1e} of the largest, and {tolerance:.0e} is allowed: choose another precision or format."
-            )
-
-
-def _put_in_place(scratch: Path, path: Path) -> None:
-    """Replace several files. The one that names the others is removed first and written last."""
-    files = sorted(scratch.iterdir(), key=lambda file: file.name == path.name)
-    if len(files) > 1:
-        path.unlink(missing_ok=True)
-    for file in files:
-        os.replace(file, path.with_name(file.name))
-
-
-def _write_onnx(path: Path, network: Network, statistics: Statistics, images: Tensor, about: dict[str, str]) -> None:
-    for needed in ("onnx", "onnxscript", "onnxruntime"):
-        _need(needed, "export")
+def _write(path: Path, network: Network, statistics: Statistics, images: Tensor, about: dict[str, str]) -> None:
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
-    program = trace(network, statistics, images, any_number=True)
-    with warnings.catch_warnings(action="ignore"):  # warnings of the exporter about itself
+    # With a single image, torch.export would assume a batch size of one.
+    batch, shapes = images[:1].repeat(2, 1, 1, 1), ({0: torch.export.Dim("batch")},)
+    with warnings.catch_warnings(action="ignore"), torch.no_grad():  # warnings of the exporter about itself
+        program = torch.export.export(_AtOneMode(network, statistics), (batch,), dynamic_shapes=shapes)
         made: Any = torch.onnx.export(
             program, input_names=["images"], output_names=["logits"], dynamic_shapes=({0: "batch"},), dynamo=True,
             verbose=False, opset_version=OPSET,
@@ -175,38 +125,27 @@ def _write_onnx(path: Path, network: Network, statistics: Statistics, images: Te
     made.save(path)
 
 
-def _read_onnx(path: Path) -> Callable[[Tensor], Tensor]:
+class _AtOneMode(nn.Module):
+    """A network whose only input is the images."""
+
+    def __init__(self, network: Network, statistics: Statistics) -> None:
+        super().__init__()
+        self.network, self.statistics = network, statistics
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.network(images, statistics=self.statistics)
+
+
+def _compare(path: Path, written: Path, images: Tensor, wanted: Tensor) -> None:
     import onnxruntime
 
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
-
-
-def _write_openvino(
-    path: Path, network: Network, statistics: Statistics, images: Tensor, about: dict[str, str]
-) -> None:
-    _need("openvino", "openvino")
-    import openvino
-
-    model = translate(network, statistics, images, any_number=True)
-    average_by_rows(model)  # for all precisions: on Arm, OpenVINO computes in f16 by default
-    model.input(0).set_names({"images"})
-    model.output(0).set_names({"logits"})
-    for key, value in about.items():
-        model.set_rt_info(value, ["bkn_zoo", key])
-    openvino.save_model(model, path, compress_to_fp16=False)
-
-
-def _keep_in_f32(path: Path) -> None:
-    """Mark all layers: on Arm, OpenVINO would compute f32 in f16. Layers that are f16 in the file stay f16."""
-    path.write_text(path.read_text("utf-8").replace("</layer>", f"{KEPT_IN_F32}</layer>"), "utf-8")
-
-
-def _read_openvino(path: Path) -> Callable[[Tensor], Tensor]:
-    compiled = core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-    return lambda images: torch.from_numpy(compiled([images.numpy()])[0])
-
-
-def _need(package: str, extra: str) -> None:
-    if find_spec(package) is None:
-        raise InputError(f"this format needs {package}: install it with pip install 'bkn-zoo[{extra}]'.")
+    session = onnxruntime.InferenceSession(written, providers=["CPUExecutionProvider"])
+    scale = wanted.abs().max().clamp_min(1e-6)
+    for count in (1, len(images)):
+        found = torch.from_numpy(session.run(None, {"images": images[:count].numpy()})[0])
+        difference = float((found - wanted[:count]).abs().max() / scale)
+        if not difference <= GOLDEN_TOLERANCE:
+            raise CheckpointError(
+                f"{path} was not written, because its logits for a batch of {count} differ from the checkpoint's by "
+                f"{difference:.1e} of the largest, and {GOLDEN_TOLERANCE:.0e} is allowed: report this network."
+            )

@@ -20,7 +20,7 @@ from bkn_zoo.norms.batch_kalman import BatchKalmanNorm
 from bkn_zoo.norms.kalman import Belief, Factors, carry, carry_variance
 from bkn_zoo.norms.running import RunningNorm, refuse_single_values
 from bkn_zoo.norms.standardized import with_constant_weights
-from bkn_zoo.norms.statistics import Statistics, finish, in_full_precision, observe
+from bkn_zoo.norms.statistics import Statistics, finish, in_full_precision
 
 AnyNetwork = TypeVar("AnyNetwork", bound=BeliefNetwork)
 """A network of the zoo, or any network that was converted as a whole."""
@@ -28,11 +28,7 @@ AnyNetwork = TypeVar("AnyNetwork", bound=BeliefNetwork)
 
 @torch.no_grad()
 def prepare(model: AnyNetwork, statistics: Statistics, as_stored: bool = False) -> AnyNetwork:
-    """A faster copy of `model` for these statistics. The one for `sample` is also for `expected`.
-
-    Args:
-        as_stored: keep weights that are not folded in 16 bits, if `model` has them so.
-    """
+    """A faster copy of `model`, for population statistics or for those of an image; `as_stored` as in `frozen`."""
     for name, module in model.named_modules():
         if isinstance(module, RunningNorm) and has_hooks(module):
             raise InputError(
@@ -69,7 +65,6 @@ def fold_norms(model: AnyNetwork) -> AnyNetwork:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a module has hooks, which may change its inputs or outputs."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
@@ -90,8 +85,7 @@ def _replace(network: nn.Module, name: str, layer: nn.Module) -> None:
 def frozen(model: AnyNetwork, as_stored: bool = False) -> AnyNetwork:
     """A copy in float32 and evaluation mode, without gradients, which shares unchanged weights.
 
-    Args:
-        as_stored: keep weights with two or more dimensions in 16 bits, as in checkpoints.
+    With `as_stored`, weights with two or more dimensions stay in 16 bits, as in checkpoints.
     """
     shared: dict[int, Any] = {id(weight): nn.Parameter(weight.data, False) for weight in model.parameters()}
     computed = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
@@ -106,13 +100,11 @@ def frozen(model: AnyNetwork, as_stored: bool = False) -> AnyNetwork:
     return network
 
 
-INNER = nn.ParameterList, nn.ParameterDict  # modules inside norms, which only hold parameters
-
-
 def in_precision(network: AnyNetwork, dtype: torch.dtype) -> AnyNetwork:
     """Convert the weights of `network` to a precision. Norms and statistics stay float32."""
     norms = [module for module in network.modules() if isinstance(module, RunningNorm | ImageNorm)]
-    parts = [part for norm in norms for part in norm.modules() if part is norm or isinstance(part, INNER)]
+    inner = nn.ParameterList, nn.ParameterDict  # modules inside norms, which only hold parameters
+    parts = [part for norm in norms for part in norm.modules() if part is norm or isinstance(part, inner)]
     for module in set(network.modules()).difference(parts):
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             if tensor.is_floating_point():
@@ -123,8 +115,7 @@ def in_precision(network: AnyNetwork, dtype: torch.dtype) -> AnyNetwork:
 def _convolutions(network: Any) -> dict[str, tuple[nn.Conv2d, bool]]:
     """For each norm, by name, the convolution whose output it takes, and whether through an average pooling.
 
-    A converted network stores this. For other networks, a small image passes through to find out, because names and
-    order of modules do not determine it.
+    A converted network stores this. For other networks, a small image passes through to find out.
     """
     if network.foldable is not None:
         norms = {name for name, module in network.named_modules() if isinstance(module, RunningNorm)}  # not replaced
@@ -156,12 +147,21 @@ def _convolutions(network: Any) -> dict[str, tuple[nn.Conv2d, bool]]:
     return found
 
 
+def in_float32(output: Any) -> Tensor:
+    """Check the output of a network, which may be anything for a converted network."""
+    if not isinstance(output, Tensor):
+        raise InputError(
+            f"engines support networks with one output tensor, but this one returns a {type(output).__name__}: convert "
+            "a module around it that returns one tensor."
+        )
+    return output.float()
+
+
 class FoldedNorm(nn.Module):
     """The rest of a norm that was folded into a convolution: the residual sum and the ReLU.
 
-    Args:
-        shift: added here if there is a pooling between convolution and norm. A scale passes through an average, but a
-            bias before it would be diluted by zero padding.
+    The shift is added here if there is a pooling between convolution and norm: a scale passes through an average, but a
+    bias before it would be diluted by zero padding.
     """
 
     shift: Tensor | None
@@ -185,8 +185,7 @@ class FoldedNorm(nn.Module):
 class ImageNorm(nn.Module):
     """A norm for `sample` and `expected` statistics only, in as few operations as possible.
 
-    Everything that does not depend on the image is computed once, and numbers are tensors, because every operation
-    counts in a small network, and one with a Python number costs twice as much.
+    Numbers are tensors, because an operation with a Python number costs twice as much.
     """
 
     own: Any  # these four are tensors, or values in a graph that is being built
@@ -233,10 +232,6 @@ class ImageNorm(nn.Module):
         center = getattr(norm, "center", None)
         self.center = None if center is None else nn.Buffer(in_full_precision(center))
 
-    def partners(self) -> tuple[Tensor, Tensor, Tensor]:
-        """As RunningNorm.partners."""
-        return self.image_mean, self.image_var, self.image_spread
-
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Any:
         return self.with_prior(x, *args, **options) if self.link is None else self.link.normalize(self, x)
 
@@ -245,7 +240,7 @@ class ImageNorm(nn.Module):
     ) -> tuple[Tensor, Belief | None]:
         if statistics.mode == "sample" and not self.has_prior:
             refuse_single_values(x, 1, training=False)
-        mean, var = observe_fast(x)
+        mean, var = _observe(x)
         if statistics.mode == "expected":  # as RunningNorm.expect
             deviation = mean - self.image_mean
             var = self.own * (var + self.others * (deviation * deviation)) + self.partners_var
@@ -274,15 +269,13 @@ class ImageNorm(nn.Module):
 
 
 def weigh(norms: list[ImageNorm], own: Any) -> None:
-    """Set the share of an image's own statistics in `expected`; a share of 1 is `sample`.
+    """Set the share of an image's own statistics in `expected`, a tensor or a value in a graph; 1 is `sample`.
 
     All norms share one value, because every operation of a graph takes time to compile.
-
-    Args:
-        own: the share, as a tensor or as a value in a graph that is being built.
     """
     others = 1 - own
-    mean, var, spread = (torch.cat(parts) for parts in zip(*map(ImageNorm.partners, norms), strict=True))
+    partners = [(norm.image_mean, norm.image_var, norm.image_spread) for norm in norms]
+    mean, var, spread = (torch.cat(parts) for parts in zip(*partners, strict=True))
     widths = [len(norm.image_mean) for norm in norms]
     means, variances = (rows.split(widths, 0) for rows in (others * mean, others * (var + others * spread)))
     for norm, partners_mean, partners_var in zip(norms, means, variances, strict=True):
@@ -300,14 +293,12 @@ def _carry(rows: Tensor, transition: Any, added: Tensor | None = None) -> Tensor
     return carried if added is None else carried + added
 
 
-def observe_fast(x: Tensor) -> Belief:
-    """`observe` in the fastest way for `x`."""
+def _observe(x: Tensor) -> Belief:
+    """The mean and variance of each image, on a CPU or in a graph."""
     if torch.compiler.is_compiling():
         return _observe_plainly(in_full_precision(x))
-    if not x.is_cpu:
-        return observe(x)
     if len(x) > 1:
-        means, variances = zip(*map(observe_fast, x.split(1)), strict=True)
+        means, variances = zip(*map(_observe, x.split(1)), strict=True)
         return Belief(torch.cat(means), torch.cat(variances))
     # For one image. In channels_last it is ten times as fast as torch.var_mean, and as exact.
     mean, var = torch.batch_norm_update_stats(in_full_precision(x), None, None, 0.0)
@@ -328,10 +319,7 @@ def _observe_plainly(x: Tensor) -> Belief:
 
 
 def _spatial_mean(x: Tensor) -> Tensor:
-    """The mean over all positions, as the mean of the means of rows.
-
-    A runtime may compute and sum in f16, as OpenVINO does on Arm by default.
-    """
+    """The mean of the means of rows, because a runtime may sum in f16, as OpenVINO does on Arm by default."""
     height, width = x.shape[2:]
     return F.avg_pool2d(F.avg_pool2d(x, (1, width)), (height, 1))
 

@@ -18,30 +18,26 @@ MOST_BYTES = 2 * 10**9  # of all files; the least recently used ones are deleted
 
 
 def cache_folder() -> Path | None:
-    """The folder of the cache; None if it is disabled, or if other users can write to it."""
+    """The folder of the cache; None if it is disabled or cannot be used."""
     given = os.environ.get(VARIABLE)
     if given == "off":
         return None
     try:
-        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = Path(given) if given else caches / "bkn_zoo"
+        folder = Path(given or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bkn_zoo")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if all(_is_ours(path) for path in (folder, *folder.iterdir())):
-            return folder
-        _warn(
-            f"{folder} is not used for compiled graphs, because others can write to it: run chmod -R go-w, or set "
-            "another"
-        )
-    except (OSError, RuntimeError) as error:  # it cannot be created, or there is no home folder
-        if given:
-            _warn(f"{given} cannot be used for compiled graphs ({error}): set another folder")
-    return None
+        status = folder.stat()
+        if hasattr(os, "getuid") and (status.st_uid not in (0, os.getuid()) or status.st_mode & 0o022):
+            raise PermissionError(f"others can write to {folder}")  # and so choose what runs here
+        return folder
+    except (OSError, RuntimeError) as error:  # RuntimeError if there is no home folder
+        _warn(str(error))
+        return None
 
 
 def delete_old_graphs(folder: Path) -> None:
     """Delete the least recently used files if all together are too large. Other processes may do so, too."""
     files = []
-    for path in (*folder.glob("*.blob"), *folder.glob("*.graph*")):  # the latter from earlier versions
+    for path in folder.glob("*.blob"):
         with suppress(OSError):
             status = path.stat()
             files.append((max(status.st_atime, status.st_mtime), status.st_size, path))
@@ -56,11 +52,4 @@ def delete_old_graphs(folder: Path) -> None:
 @functools.cache
 def _warn(message: str) -> None:
     """Once."""
-    log.warning("%s in the variable %s.", message, VARIABLE)
-
-
-def _is_ours(path: Path) -> bool:
-    """Whether it is a file or folder that only this user and root can write to."""
-    status = path.lstat()
-    plain = path.is_dir() or path.is_file()
-    return plain and (not hasattr(os, "getuid") or (status.st_uid in (0, os.getuid()) and not status.st_mode & 0o022))
+    log.warning("compiled graphs are not cached (%s): set another folder in the variable %s.", message, VARIABLE)

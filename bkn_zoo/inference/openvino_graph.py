@@ -12,8 +12,8 @@ from torch import Tensor
 from bkn_zoo.errors import InputError
 from bkn_zoo.inference.folding import ImageNorm, weigh
 from bkn_zoo.inference.graph_cache import cache_folder, delete_old_graphs
-from bkn_zoo.inference.symbols import Symbol, _node, avg_pool2d, ov, rounded_up
-from bkn_zoo.models.network import BeliefNetwork, Network
+from bkn_zoo.inference.symbols import Symbol, _node, avg_pool2d, ov
+from bkn_zoo.models.network import BeliefNetwork
 from bkn_zoo.modes import Statistics
 from bkn_zoo.norms.kalman import Belief
 
@@ -24,10 +24,14 @@ if ov is not None:
 
 
 class Graph:
-    """A compiled OpenVINO graph for one image, with one request per concurrent image."""
+    """A compiled OpenVINO graph for one image, with one request per concurrent image.
 
-    def __init__(self, compiled: Any) -> None:
-        self.compiled = compiled
+    Args:
+        single: the second result of `build_graph`.
+    """
+
+    def __init__(self, compiled: Any, single: bool = False) -> None:
+        self.compiled, self.single = compiled, single
         self.idle: list[Any] = []
 
     def __call__(self, images: Tensor, own: float = 1.0) -> Tensor:
@@ -35,15 +39,14 @@ class Graph:
         return self.finish(self.start(images, own))
 
     def start(self, images: Tensor, own: float = 1.0) -> list[tuple[Any, Any]]:
-        """Start a request for each image, for `finish`.
-
-        Args:
-            own: the share of an image's own statistics; not used by a graph for population statistics.
-        """
+        """Start a request for each image, with the share of its own statistics, for `finish`."""
         started = []
         for image in images.contiguous().split(1):
             inputs = [image.numpy(), np.array([own], np.float32)][: len(self.compiled.inputs)]
-            request = self._request()
+            try:
+                request = self.idle.pop()
+            except IndexError:
+                request = self.compiled.create_infer_request()
             request.start_async(inputs, share_inputs=True)
             started.append((request, inputs))  # whose memory it reads
         return started
@@ -57,39 +60,41 @@ class Graph:
         self.idle += requests
         return torch.from_numpy(logits)
 
-    def _request(self) -> Any:
-        try:
-            return self.idle.pop()
-        except IndexError:
-            return self.compiled.create_infer_request()
 
-
-def compile_graph(network: Network, shape: tuple[int, ...], population: bool, options: dict[Any, Any]) -> Graph:
-    """Compile `network`, prepared for population statistics or those of an image, for images of (3, height, width)."""
-    return Graph(compiled(build_graph(network, shape, population, options), options))
-
-
-def build_graph(network: BeliefNetwork, shape: tuple[int, ...], population: bool, options: dict[Any, Any]) -> Any:
-    """The same graph before compilation.
+def build_graph(
+    network: BeliefNetwork, shape: tuple[int, ...], population: bool, options: dict[Any, Any]
+) -> tuple[Any, bool]:
+    """The graph of a network that was prepared for population statistics or for those of an image, (3, height, width).
 
     `sample` and `expected` share one graph, which halves memory and compilation time. The share of an image's own
     statistics is an input.
+
+    Returns:
+        The graph, and whether a norm without a prior observes a single value per channel, so that `sample` is refused.
     """
     inputs = [ops.parameter([1, *shape])]
     precision = options.get(ov.properties.hint.inference_precision)
     pairs = precision == "bf16" and platform.machine() in ("x86_64", "AMD64")
     beliefs: list[Belief] = []
+    values: list[int] = []  # per channel, of norms without a prior
     if not population:
         inputs.append(ops.parameter([1]))
         norms = [module for module in network.modules() if isinstance(module, ImageNorm)]
         if norms:
             weigh(norms, Symbol(inputs[1]))
-        for norm in norms if pairs else ():
-            vars(norm)["_predict"] = functools.partial(_noted, beliefs, norm._predict)
+        for norm in norms:
+            if not norm.has_prior:
+                norm.register_forward_pre_hook(lambda norm, args: values.append(args[0].shape[2:].numel()))
+            elif pairs:
+                vars(norm)["_predict"] = functools.partial(_noted, beliefs, norm._predict)
     stand_in: Any = Symbol(inputs[0])
     # The group is not used: `weigh` has set the share of the image.
     statistics = Statistics("population") if population else Statistics("expected", 1)
-    logits: Any = network.cpu()(stand_in, statistics=statistics)
+    buffers = [buffer for buffer in network.cpu().buffers() if not buffer.is_inference()]
+    changes = sum(buffer._version for buffer in buffers)
+    logits: Any = network(stand_in, statistics=statistics)
+    if sum(buffer._version for buffer in buffers) != changes:
+        raise InputError("a graph cannot change buffers, as this network does: choose engine='torch'.")
     if type(logits) is not Symbol:
         raise InputError(f"the OpenVINO engine cannot translate a {type(logits).__name__}: choose engine='torch'.")
     model = ov.Model([logits.node], inputs)
@@ -97,7 +102,7 @@ def build_graph(network: BeliefNetwork, shape: tuple[int, ...], population: bool
     if pairs:
         _pair_products(model, beliefs)
     _store_weights(model, halves=precision == "f16")
-    return model
+    return model, 1 in values
 
 
 def compiled(model: Any, options: dict[Any, Any]) -> Any:
@@ -121,11 +126,7 @@ def compiled(model: Any, options: dict[Any, Any]) -> Any:
 
 @functools.cache
 def core() -> Any:
-    """The only OpenVINO Core of the process.
-
-    Each Core sets an alternate signal stack for its thread, and restores the previous one when it ends. Two Cores that
-    ended in the order of their creation left a freed stack, and the next signal crashed the process.
-    """
+    """The only OpenVINO Core of the process: two that end leave a freed signal stack, and the next signal crashes."""
     return ov.Core()
 
 
@@ -202,26 +203,10 @@ def _store_weights(model: Any, halves: bool) -> None:
             node.output(0).replace(widened.output(0))
 
 
-def round_up_by_padding(model: Any) -> None:
-    """Replace pooling that rounds its size up by padding, because OpenVINO's code for it is a hundred times slower."""
-    for node in model.get_ordered_ops():
-        if node.get_type_name() != "MaxPool":
-            continue
-        how, x = node.get_attributes(), node.input_value(0)
-        sizes = list(x.partial_shape)[2:]
-        plain = set(how["dilations"]) == {1} and not node.output(1).get_target_inputs()
-        if how["rounding_type"] == "ceil_torch" and plain and all(size.is_static for size in sizes):
-            kernel, strides, pads = (list(how[name]) for name in ("kernel", "strides", "pads_begin"))
-            ends = rounded_up([size.get_length() for size in sizes], kernel, strides, pads)
-            pooled = ops.max_pool(x, strides, [1] * len(kernel), pads, ends, kernel)
-            node.output(0).replace(pooled.output(0))
-
-
 def average_by_rows(model: Any) -> None:
-    """Compute averages of whole maps as averages of the averages of rows.
+    """Compute averages of whole maps as averages of the averages of rows, because on Arm f16 is summed in f16.
 
-    On Arm, f16 is summed in f16: over 112 x 112 positions at once, a variance was wrong by 8 %, and a variance of 6 was
-    infinite. In f32 the direct sum is as exact, and saves a few percent of an image's time.
+    Over 112 x 112 positions at once, a variance was wrong by 8 %, and a variance of 6 was infinite.
     """
     for node in model.get_ordered_ops():
         if node.get_type_name() != "AvgPool":

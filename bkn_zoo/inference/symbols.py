@@ -24,10 +24,9 @@ def _operator(name: str) -> Callable[[Any, Any], Any]:
 class Symbol:
     """A value in an OpenVINO graph that is being built, in place of a tensor.
 
-    The network's own code runs on it: PyTorch passes every function call with a Symbol to `__torch_function__`.
-    Functions of tensors only are computed at once, and their results become constants. Unsupported operations are
-    errors. So are operations that could silently differ from those on a tensor: an in-place change of memory that
-    another Symbol shares, and control flow that depends on a value.
+    PyTorch passes every function call with a Symbol to `__torch_function__`. Functions of tensors only are computed at
+    once, and their results become constants. Errors are unsupported operations, and those that could silently differ:
+    an in-place change of memory that another Symbol shares, and control flow that depends on a value.
     """
 
     dtype, is_cpu, is_cuda, requires_grad, device = torch.float32, True, False, False, torch.device("cpu")
@@ -103,21 +102,16 @@ def _translated(name: str, first: Any, *args: Any, inplace: bool = False, **kwar
         raise InputError(f"the OpenVINO engine cannot translate {name}: choose engine='torch'.")
     result = translate(_node(first), *map(_node, args), **{key: _node(value) for key, value in kwargs.items()})
     if inplace or base != name:
-        return _in_place(first, name, result)
-    found = [Symbol(each) for each in result] if isinstance(result, tuple | list) else [Symbol(result)]
-    if base in VIEWS and isinstance(first, Symbol):
+        if type(first) is not Symbol or first.viewed:  # others would have to change with it
+            raise InputError(f"the OpenVINO engine cannot translate this {name} in place: choose engine='torch'.")
+        first.node = Symbol(result).node
+        return first
+    several = isinstance(result, tuple | list)
+    found = tuple(map(Symbol, result if several else (result,)))
+    if base in VIEWS and type(first) is Symbol:
         for each in (first, *found):
             each.viewed = True
-    if isinstance(result, tuple | list):
-        return tuple(found)
-    return found[0]
-
-
-def _in_place(changed: Any, name: str, result: Any) -> Any:
-    if type(changed) is not Symbol or changed.viewed:  # others would have to change with it
-        raise InputError(f"the OpenVINO engine cannot translate this {name} in place: choose engine='torch'.")
-    changed.node = Symbol(result).node
-    return changed
+    return found if several else found[0]
 
 
 def _node(value: Any) -> Any:
@@ -154,13 +148,7 @@ def _pair(value: Any) -> list[int]:
 def _conv2d(
     x: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
 ) -> Any:
-    if isinstance(padding, str):
-        reach = [d * (k - 1) for d, k in zip(_pair(dilation), list(weight.shape)[2:], strict=True)]
-        begin = [0 if padding == "valid" else each // 2 for each in reach]
-        end = [0 if padding == "valid" else each - each // 2 for each in reach]
-    else:
-        begin = end = _pair(padding)
-    how = _pair(stride), begin, end, _pair(dilation)
+    how = _pair(stride), _pair(padding), _pair(padding), _pair(dilation)
     if groups == 1:
         y = ops.convolution(x, weight, *how)
     else:
@@ -223,11 +211,11 @@ def _max_pool2d(
     x: Any, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False, **_: Any
 ) -> Any:
     kernel, strides, pads = _pair(kernel_size), _pair(stride or kernel_size), _pair(padding)
-    ends = rounded_up(x.shape[2:], kernel, strides, pads) if ceil_mode else pads
+    ends = _rounded_up(x.shape[2:], kernel, strides, pads) if ceil_mode else pads
     return ops.max_pool(x, strides, _pair(dilation), pads, ends, kernel).output(0)
 
 
-def rounded_up(sizes: Any, kernel: list[int], strides: list[int], pads: list[int]) -> list[int]:
+def _rounded_up(sizes: Any, kernel: list[int], strides: list[int], pads: list[int]) -> list[int]:
     """The padding that gives maps the rounded-up size of PyTorch, up to the end of the last window."""
     ends = []
     for size, k, s, p in zip(sizes, kernel, strides, pads, strict=True):

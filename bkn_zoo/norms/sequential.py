@@ -17,9 +17,6 @@ class KalmanSequential(OneNoise, nn.Sequential):
     the attribute `carries_belief`, such as a norm, a container or your own block, is called with features, prior and
     statistics, and returns features and belief.
 
-    Adding a plain `nn.Sequential` gives a `KalmanSequential`. A plain one that is extended in place (`+=`, `extend`)
-    stays plain and does not pass beliefs.
-
     Args:
         statistics_batch_size: images per statistics group for all norms inside; None: each norm uses its own setting.
     """
@@ -61,21 +58,9 @@ class KalmanSequential(OneNoise, nn.Sequential):
 
     def __getitem__(self, index: Any) -> Any:
         part = super().__getitem__(index)
-        return self._alike(part) if isinstance(index, slice) else part
-
-    def __add__(self, other: Any) -> "KalmanSequential":
-        return self._alike(type(self)(*super().__add__(other)))
-
-    # Python calls it before `nn.Sequential.__add__`, because this is a subclass.
-    def __radd__(self, other: Any) -> "KalmanSequential":
-        return self._alike(type(self)(*other, *self)) if isinstance(other, nn.Sequential) else NotImplemented
-
-    def __mul__(self, other: int) -> "KalmanSequential":
-        return self._alike(type(self)(*super().__mul__(other)))
-
-    def _alike(self, container: "KalmanSequential") -> "KalmanSequential":
-        container.statistics_batch_size, container.training = self.statistics_batch_size, self.training
-        return container
+        if isinstance(index, slice):
+            part.statistics_batch_size, part.training = self.statistics_batch_size, self.training
+        return part
 
 
 def _own_group(layer: nn.Module) -> int | None:

@@ -4,13 +4,12 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 from bkn_zoo.checkpoints.card import checkpoint_card, read_record
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.modes import MODES
-from bkn_zoo.training.recipes import read_recipe, renamed
+from bkn_zoo.training.recipes import read_recipe
 from studies.records import (
     NORMS,
     Record,
@@ -18,10 +17,8 @@ from studies.records import (
     but_for_twins,
     chosen_statistics,
     chosen_top1,
-    counted,
     is_plain,
     learned,
-    measured,
     read_twins,
     recipe_key,
     sizes,
@@ -41,9 +38,9 @@ mean over seeds and, if there are several, ± their standard deviation. *batches
 size. The mode in bold was best on the validation images, on average over a row's runs. Compare rows by these modes.
 Between single runs, a difference of about a point may be chance."""
 
-PARTS_UNKNOWN = (
-    "How much of the gain comes from the link between layers (the transition A), and how much from shrinking the "
-    "observation, was not measured for this network and these batches."
+LINK = (
+    "How much of this comes from the link between layers (the transition A) is in docs/results.md, "
+    '"What the link is worth".'
 )
 
 LESS = """\
@@ -202,8 +199,7 @@ def twins_section(config: Config, runs: Sequence[Record]) -> str:
     ]
     trained = {key: members for key, members in groups.items() if _learned(members, config)}
     gain = _gain(recipe, trained, _usual(_length(next(iter(groups.values()))[0]), config, runs))
-    parts = _parts(config, runs) if gain and config.norm == "bkn" else ""
-    return "\n\n".join(filter(None, [TWINS, markdown(rows), gain, parts]))
+    return "\n\n".join(filter(None, [TWINS, markdown(rows), gain and f"{gain} {LINK}"]))
 
 
 def _counted(runs: Sequence[Record]) -> str:
@@ -239,34 +235,6 @@ Length = tuple[int, int, float]
 """A training's epochs, its images' size and the share held out."""
 
 
-def _parts(config: Config, runs: Sequence[Record]) -> str:
-    """The part of the gain over BN that comes from the link between layers, from runs with A held at zero.
-
-    It uses runs of the recipe or, if there are none, runs that differ only in length, image size and share of held-out
-    images. Without either, it says that this was not measured.
-    """
-    shortened = ("epochs", "validation", "size", "train_size")
-
-    def kind(recipe: Mapping[str, Any]) -> dict[str, Any]:
-        same = {key: value for key, value in but_for_twins(recipe).items() if key not in shortened}
-        return same | {"network": recipe["model"].rpartition("_")[0], "group": renamed(recipe)["statistics_batch_size"]}
-
-    options = config.recipe.get("norm_options", {})
-    arms = {"whole": ("bkn", options), "unlinked": ("bkn", options | {"link": False}), "plain": ("bn", {})}
-    of: dict[Length, dict[str, list[Record]]] = {}
-    for run in to_the_end(runs):
-        own = run["norm"], run["recipe"].get("norm_options", {})
-        for name in (name for name, arm in arms.items() if own == arm and kind(run["recipe"]) == kind(config.recipe)):
-            of.setdefault(_length(run), {}).setdefault(name, []).append(run)
-    linked = sorted(length for length in of if {"whole", "unlinked"} <= of[length].keys())
-    if not linked:
-        return PARTS_UNKNOWN
-    complete = [length for length in linked if "plain" in of[length]]
-    asked = dict.fromkeys([linked[-1], *complete[-1:]])
-    said = " ".join(_part(length, of[length], _usual(length, config, runs), config) for length in asked)
-    return f"{said} ± is the standard error of a difference." if "±" in said else said
-
-
 def _length(run: Record) -> Length:
     return run["epochs"], run["recipe"].get("size", 0), run["recipe"].get("validation", 0.0)
 
@@ -284,53 +252,6 @@ def _usual(length: Length, config: Config, runs: Sequence[Record]) -> Deviation 
 def _learned(arm: Sequence[Record], config: Config) -> bool:
     """Whether all seeds of an arm learned."""
     return len(to_the_end(arm)) == len(arm) and learned(chosen_top1(arm), config.num_classes)
-
-
-def _part(length: Length, found: Mapping[str, Sequence[Record]], usual: Deviation | None, config: Config) -> str:
-    """The sentences for runs of one length, with or without BN."""
-    epochs, size, _ = length
-    top1 = {name: chosen_top1(runs) for name, runs in found.items()}
-
-    def less(this: str, that: str, points: str = " points") -> str:
-        gap = between(top1[this], top1[that], usual)
-        return f"{gap}{points}{_by_chance(gap)}"
-
-    smaller = "" if size == config.recipe.get("size", 0) else f" with images of {size} px"
-    by = f"In runs of {epochs} epochs{smaller} ({counted(len(top1['unlinked']))})"
-    if "plain" not in top1:
-        return f"{by} the link between layers is worth {less('whole', 'unlinked')}, compared with A held at zero."
-    if not learned(top1["plain"], config.num_classes):
-        return (
-            f"{by} BN with the same group size does not learn: it ends at {mean(top1['plain']):.2f} %, and chance is "
-            f"{100 / config.num_classes:g} %. A gain over it in points would mean little. Compared with A held at "
-            f"zero, the link between layers is worth {less('whole', 'unlinked')}."
-        )
-    return (
-        f"{by} the whole gain over BN with the same group size is {less('whole', 'plain')}. According to runs with A "
-        f"held at zero, the link between layers is worth {less('whole', 'unlinked', ' of them')} and the shrinkage of "
-        f"the observation {less('unlinked', 'plain', '')}.{_by_other_rules(found, usual)}"
-    )
-
-
-def _by_other_rules(found: Mapping[str, Sequence[Record]], usual: Deviation | None) -> str:
-    """The same three numbers with other rules for inference, on which they depend. BN was not measured with all."""
-    rules = {"population": "moving averages", "sample": "an image's own statistics", "EvalNorm": "EvalNorm's rule"}
-    parts = []
-    for rule, shown in rules.items():
-        asked = {name: [measured(run, "test").get(rule) for run in runs] for name, runs in found.items()}
-        top1 = {name: [each["top1"] for each in every if each] for name, every in asked.items()}
-
-        def less(this: str, that: str, top1: dict[str, list[float]] = top1) -> str:
-            gap = between(top1[this], top1[that], usual)
-            return f"{gap}{_by_chance(gap)}"
-
-        if top1["whole"] and top1["unlinked"]:
-            link = less("whole", "unlinked")
-            three = top1["plain"] and f"{less('whole', 'plain')}, {link} and {less('unlinked', 'plain')}"
-            parts.append(f"with {shown}, {three or f'{link} for the link'}")
-    return (
-        f" With one rule for inference for all three networks, these numbers are: {'; '.join(parts)}." if parts else ""
-    )
 
 
 def _top1(runs: list[Record], mode: str) -> str:

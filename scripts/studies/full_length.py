@@ -1,24 +1,20 @@
-"""A table of docs/results.md and its figure: runs at the full length of the published recipes.
+"""A table of docs/results.md: runs at the full length of the published recipes.
 
 They compare BKN with few images per statistics group, BN with as few, and BN with many.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from statistics import mean, stdev
-from typing import Any
 
 import pandas as pd
 import torch
 
 from bkn_zoo.checkpoints.card import DATASETS, Run
 from bkn_zoo.models import build
-from studies.records import CLASSES, but_for_twins, chosen_top1, counted, is_plain, least_to_most, sizes, to_the_end
+from studies.records import CLASSES, but_for_twins, chosen_top1, is_plain, least_to_most, sizes, to_the_end
 from studies.render import frame
 from studies.stats import spread
-
-BKN, BN_FEW, BN_MANY = "#1f77b4", "#d62728", "#7f7f7f"
 
 
 @dataclass(frozen=True)
@@ -94,39 +90,3 @@ def full_length_table(rows: Iterable[FullLength]) -> pd.DataFrame:
 def parameters(name: str, classes: int) -> int:
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in build(name, classes).parameters())
-
-
-def full_length_figure(rows: Sequence[FullLength]) -> Any:
-    """One line per row: from BN to BKN with few images per group, and BN with many."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 1.2 + 0.55 * len(rows)), layout="constrained")
-    axes = figure.subplots()
-    large = sorted({row.many for row in rows})
-    groups = " or ".join(map(str, large)) if len(large) < 3 else f"{large[0]} to {large[-1]}"
-    dots = (
-        ("bn_few", BN_FEW, "BN", {"marker": "o", "markersize": 10}),
-        ("bkn", BKN, "BKN", {"marker": "o", "markersize": 6}),
-        ("bn_many", BN_MANY, f"BN with {groups} images per group", {"marker": "|", "markersize": 16}),
-    )
-    for y, row in enumerate(reversed(rows)):
-        few, bkn = mean(row.bn_few), mean(row.bkn)
-        axes.plot([few, bkn], [y, y], color=BKN, linewidth=2, alpha=0.4)
-        for name, colour, label, style in dots:
-            seeds = getattr(row, name)
-            error = stdev(seeds) if len(seeds) > 1 else None
-            axes.errorbar(mean(seeds), y, xerr=error, color=colour, capsize=4, label="" if y else label, linestyle="",
-                          **style)  # fmt: skip
-        axes.annotate(f"{bkn - few:+.1f}", ((few + bkn) / 2, y), (0, 10), ha="center", textcoords="offset points",
-                      color=BKN)  # fmt: skip
-    labels = [
-        f"{row.data}, {row.network}\n{row.few} image{'s' * (row.few > 1)} per group, {counted(*row.seeds)}"
-        for row in reversed(rows)
-    ]
-    axes.set_yticks(range(len(rows)), labels)
-    axes.set_ylim(-0.6, len(rows) - 0.3)
-    axes.set_xlabel("top-1 accuracy on the test images (%), mean and standard deviation over seeds")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="x", alpha=0.3)
-    figure.legend(loc="outside upper center", ncols=3, frameon=False)
-    return figure

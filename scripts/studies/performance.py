@@ -1,4 +1,4 @@
-"""The numbers of docs/performance.md and docs/performance_tables.md, and the plot, from results/benchmark_*.json."""
+"""The numbers and the plot of docs/performance.md, and all measurements as CSV, from results/benchmark_*.json."""
 
 import json
 import tomllib
@@ -118,7 +118,7 @@ def picture(records: Records) -> Any:
         axes.grid(axis="x", alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
         axes.margins(y=0.08)
-    panels[0].set_xlim(0.5, 2.5)
+    panels[0].set_xlim(0.3, 2.5)
     panels[1].set_xlabel("ratio of times (1: equal; below 1: faster)")
     return figure
 
@@ -167,17 +167,15 @@ def starts(records: Records) -> pd.DataFrame:
 
 def summary(records: Records) -> dict[str, Content]:
     """The regions of docs/performance.md."""
-    captured = {"norm": "bkn", "mode": "eager", "launch": "graph", "gradient_batch": 256, "statistics_batch": 4}
     return {
         "headlines": headlines(records),
         "seconds": seconds(records),
-        "fastest": f"{row_of('train', captured, records)['ratio_to_fastest_bn']:.2f}",
         "service": between_engine_and_service(records["serve"]),
-        "start": starts(records),
+        "first_answer": starts(records),
     }
 
 
-# The appendix.
+# All measurements.
 
 
 def rounded(value: Any) -> Any:
@@ -188,16 +186,27 @@ def rounded(value: Any) -> Any:
 
 
 def tables(records: Records, results: Path, checkpoints: Path) -> dict[str, Content]:
-    """The regions of docs/performance_tables.md."""
+    """All measurements, for CSV files; `records` has command, hardware and versions of each."""
     rooflines = [row for name in TRAIN_GPU for row in _steps(records[name]["rooflines"], 256)]
 
-    def several(names: Sequence[str], batch: int | None = None) -> list[str | pd.DataFrame]:
-        return [part for name in names for part in _measured(name, records[name], batch)]
+    def several(names: Sequence[str], batch: int | None = None) -> list[pd.DataFrame]:
+        found = (_steps(records[name]["rows"], batch) for name in names)
+        return [_table(rows) for rows in found if rows]
 
-    def on_each(kind: str) -> list[str | pd.DataFrame]:
+    def on_each(kind: str) -> list[pd.DataFrame]:
         return several(_by_processor(kind, records))
 
     return {
+        "records": frame(
+            {
+                "record": f"results/benchmark_{name}.json",
+                "command": record["command"],
+                "measured on": _processor(record),
+                "versions": ", ".join(f"{package} {version}" for package, version in record["versions"].items()),
+            }
+            for name, record in records.items()
+            if "versions" in record
+        ),
         "train_16": several(TRAIN_GPU, 16),
         "train_256": several(TRAIN_GPU, 256),
         "rooflines": _table(rooflines),
@@ -215,14 +224,6 @@ def tables(records: Records, results: Path, checkpoints: Path) -> dict[str, Cont
         "serve": several(["serve"]),
         "start": on_each("start"),
     }
-
-
-def _measured(name: str, record: Row, batch: int | None) -> list[str | pd.DataFrame]:
-    """A record's rows, and how they were measured."""
-    rows = _steps(record["rows"], batch)
-    versions = ", ".join(f"{package} {version}" for package, version in record["versions"].items())
-    about = f"`results/benchmark_{name}.json`: `{record['command']}`, {_processor(record)}, {versions}."
-    return [about, _table(rows)] if rows else []
 
 
 def _steps(rows: list[dict[str, Any]], batch: int | None) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from statistics import mean
 from typing import Any
 
 from studies.base import DOCS, RESULTS, Record, Study
-from studies.stats import Deviation, Difference, between, spread, typical
+from studies.stats import Difference, mean_of, spread
 
 ARMS = {
     "bn": "BN", "frozen": "frozen BN", "adabn": "AdaBN, then frozen", "partial": "partial BN", "gn": "GroupNorm",
@@ -33,16 +33,22 @@ class Pretrained(Study):
     def regions(self, records: Mapping[str, Record]) -> dict[Path, dict[str, Any]]:
         from studies.render import frame
 
-        content = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
-        found = {name: Experiment(name, about, records) for name, about in content.items()}
-        regions: dict[str, Any] = {"summary": frame(summary(list(found.values())))}
+        found = experiments(records)
+        tables: dict[str, Any] = {}
         for name, each in found.items():
-            regions |= {
-                f"{name}.images": f"{each.about['images']:,}",
-                f"{name}.results": [frame(rows) for rows in each.results()],
-                f"{name}.differences": frame(each.differences()),
-            }
-        return {DOCS / "pretrained.md": regions}
+            tables[f"{name}.results"] = [frame(rows) for rows in each.results()]
+            tables[f"{name}.differences"] = frame(each.differences())
+        page = {"summary": frame(summary(list(found.values())))}
+        return {DOCS / "pretrained.md": page, RESULTS / "tables" / self.name: tables}
+
+    def figures(self, records: Mapping[str, Record]) -> dict[str, Any]:
+        return {"pretrained": figure(list(experiments(records).values()))}
+
+
+def experiments(records: Mapping[str, Record]) -> dict[str, "Experiment"]:
+    """The data sets of pretrained.toml."""
+    content = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+    return {name: Experiment(name, about, records) for name, about in content.items()}
 
 
 STUDY = Pretrained()
@@ -68,6 +74,7 @@ class Experiment:
         """The test results of the seeds, in the mode with the best mean on the validation images."""
         wanted = ("final", target, batch)
         finals = [each for each in self.trainings[arm] if (each["stage"], each["target"], each["batch"]) == wanted]
+        finals.sort(key=lambda each: each["seed"])
         modes = finals[0]["validation"]
         chosen = max(modes, key=lambda mode: mean(each["validation"][mode] for each in finals))
         return [each["test"][chosen] for each in finals]
@@ -81,14 +88,10 @@ class Experiment:
     def means(self, arms: Iterable[str], column: str, batch: int) -> dict[str, float]:
         return {arm: mean(self.values(arm, column, batch)) for arm in arms}
 
-    def usual(self, column: str, batch: int) -> Deviation | None:
-        """The deviation between seeds that is typical of the arms in a column."""
-        batches = [ALL] if batch == ALL else self.batches
-        return typical(self.values(arm, column, size) for arm in ARMS for size in batches)
-
     def difference(self, one: str, other: str, column: str, batch: int) -> Difference:
-        these, those = (self.values(arm, column, batch) for arm in (one, other))
-        return between(these, those, self.usual(column, batch))
+        """The mean difference between runs with the same seed."""
+        pairs = zip(self.values(one, column, batch), self.values(other, column, batch), strict=True)
+        return mean_of([this - that for this, that in pairs], (len(SEEDS), len(SEEDS)))
 
     def compared(self, one: str, others: Sequence[str], column: str, batch: int) -> tuple[str, str]:
         """The best of other arms, and the difference to it."""
@@ -143,3 +146,26 @@ def summary(experiments: Sequence[Experiment]) -> list[dict[str, str]]:
         for arm, title in gaps.items():
             rows[title][head] = each.compared(arm, ENDS, column, ALL)[1]
     return list(rows.values())
+
+
+def figure(found: Sequence[Experiment]) -> Any:
+    """BKN less frozen BN by data set and batch size, paired by seed, with 95 % intervals."""
+    from matplotlib.figure import Figure
+
+    drawing = Figure(figsize=(8.4, 4.6), layout="constrained")
+    axes = drawing.subplots()
+    rows = [(each, batch) for each in found for batch in (*each.batches, ALL)][::-1]
+    for place, (each, batch) in enumerate(rows):
+        for arm, colour, shift in (("measured", "#7f7f7f", 0.15), ("learned", "#1f77b4", -0.15)):
+            gap = each.difference(arm, "frozen", each.columns[-1], batch)
+            axes.errorbar(gap.value, place + shift, xerr=gap.margin, color=colour, marker="D" if batch == ALL else "o",
+                          markersize=5, capsize=2, label="" if place else ARMS[arm])  # fmt: skip
+    names = [f"{each.title}, {'all batch sizes' if batch == ALL else f'batch {batch}'}" for each, batch in rows]
+    axes.set_yticks(range(len(rows)), names, fontsize=8)
+    axes.axvline(0, color="black", linewidth=1)
+    axes.set_xlim(-8, 12)
+    axes.set_xlabel("points more than frozen BN, three seeds, paired, 95 % intervals")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="x", alpha=0.3)
+    drawing.legend(loc="outside upper right", ncols=2, frameon=False)
+    return drawing

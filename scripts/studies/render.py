@@ -4,10 +4,15 @@
     a table, between blank lines
     <!-- end: name -->
 
-A region may also be inside a line: "trained on <!-- begin: runs -->12<!-- end: runs --> runs". The rest of a page is
-written by hand.
+A region may also be inside a line: "trained on <!-- begin: runs -->12<!-- end: runs --> runs". A single number names
+the cell of a CSV file that it is rounded from, by the file, some cells of the row and the column:
+
+    BN ends at <!--=results/headline|BN;60|2-->69.2<!--/--> %
+
+The rest of a page is written by hand.
 """
 
+import csv
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,10 +21,11 @@ from typing import Any
 import pandas as pd
 
 from bkn_zoo.errors import InputError
-from studies.base import RESULTS
+from studies.base import DOCS, RESULTS, ROOT
 
 MARKER = re.compile(r"<!-- (begin|end): ([\w.-]+) -->")
 MARKS = re.compile(r"\*\*|`|\[(?=[^\]]*\]\()|\]\([^)]*\)")  # bold, code, and what surrounds the text of a link
+NUMBER = re.compile(r"(<!--=([^|>]+)\|([^|>]+)\|([^|>]+)-->)([^<]*)(?=<!--/-->)")
 TABLES = RESULTS / "tables"
 
 Part = str | pd.DataFrame
@@ -78,9 +84,38 @@ def rendered(pages: Mapping[Path, Mapping[str, Content]]) -> dict[Path, str]:
 
 
 def write(files: Mapping[Path, str]) -> None:
+    """Write pages and CSV files, then the numbers of all pages."""
     for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
+    for path in pages():
+        path.write_text(numbered(path.read_text(encoding="utf-8"), path.name), encoding="utf-8")
+
+
+def pages() -> list[Path]:
+    """The pages that may contain numbers of records."""
+    return [ROOT / "README.md", ROOT / "MODEL_CARD.md", *sorted(DOCS.glob("*.md"))]
+
+
+def numbered(text: str, page: str = "the page") -> str:
+    """The page with its numbers taken from the CSV files, with as many decimals as before.
+
+    A number without a sign is the absolute value.
+
+    Raises:
+        InputError: a marker that fits no cell, or several.
+    """
+
+    def number(marker: re.Match[str]) -> str:
+        file, row, column, shown = marker.group(2, 3, 4, 5)
+        with (TABLES / f"{file}.csv").open(encoding="utf-8", newline="") as lines:
+            found = [line for line in csv.DictReader(lines) if {*row.split(";")} <= {*line.values()}]
+        if len(found) != 1 or not (value := re.search(r"[-+]?\d[\d,]*\.?\d*", found[0].get(column) or "")):
+            raise InputError(f"{page}: {marker[1]} names {len(found)} rows, or a cell without a number.")
+        exact, decimals = float(value[0].replace(",", "")), len(shown.partition(".")[2])
+        return marker[1] + (f"{exact:+.{decimals}f}" if shown[:1] in "+-" else f"{abs(exact):.{decimals}f}")
+
+    return NUMBER.sub(number, text)
 
 
 def fill(text: str, contents: Mapping[str, str], page: str = "the page") -> str:

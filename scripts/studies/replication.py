@@ -22,12 +22,13 @@ from bkn_zoo.models.inception_cifar import InceptionCifar
 from bkn_zoo.models.registry import NORMS as FACTORIES
 from bkn_zoo.modes import MODES
 from bkn_zoo.training.data import Runtime, evaluation_batches
-from bkn_zoo.training.datasets import Data, decoded_once, load_data
+from bkn_zoo.training.datasets import Data, load_data
 from bkn_zoo.training.evaluation import evaluate
 from bkn_zoo.training.loop import fit, further_images
 from bkn_zoo.training.recipes import Recipe
 from bkn_zoo.training.state import STATE, begin, load_state
-from studies.base import DOCS, OFFICIAL, RESULTS, Record, Run, Study, device
+from studies.base import OFFICIAL, RESULTS, Record, Run, Study, device
+from studies.decoded import decoded_once
 from studies.replication_plan import PLAN, Plan, Training, read_plan, read_records
 from studies.rules import evalnorm, example_weighing, observing_by, recalibrated
 
@@ -99,14 +100,18 @@ class Replication(Study):
         return questions.modes() | questions.rules()
 
     def regions(self, records: Mapping[str, Record]) -> dict[Path, dict[str, Any]]:
-        from studies.replication_page import contents
+        from studies.replication_page import pages
 
-        return {DOCS / "results.md": contents(self.plan, records)}
+        return pages(self.plan, records, *newer())
 
     def figures(self, records: Mapping[str, Record]) -> dict[str, Any]:
-        from studies.replication_page import headline_figure
+        from studies.replication_page import gains_figure, group_size_figure, rules_figure
 
-        return {"group_sizes": headline_figure(self.plan, records)}
+        return {
+            "group_sizes": group_size_figure(self.plan, records, *newer()),
+            "rules": rules_figure(self.plan, records),
+            "gains": gains_figure(self.plan, records, *newer()),
+        }
 
 
 STUDY = Replication()
@@ -119,6 +124,11 @@ def load(recipe: Recipe, root: Path, cache: Path) -> Data:
     where = root / OFFICIAL[recipe.dataset]
     name = f"{recipe.dataset}.{recipe.size}.{recipe.validation}"
     return decoded_once(cache, name, where, lambda: load_data(recipe.dataset, where, recipe.size, recipe.validation))
+
+
+def newer() -> tuple[Plan, dict[str, Record]]:
+    """Plan and records of the study `standardized`, which docs/results.md shows, too."""
+    return read_plan(PLAN.with_stem("standardized")), read_records(RESULTS / "standardized")
 
 
 def network_of(run: Training, classes: int) -> Network:

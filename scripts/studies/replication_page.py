@@ -1,19 +1,24 @@
-"""The tables of docs/results.md and its first figure, from the plan of the replication and its records."""
+"""The tables of docs/results.md and its figures, from the plans of two studies and their records."""
 
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+import pandas as pd
+
 from bkn_zoo.modes import MODES
-from studies.base import RESULTS, Record
+from studies.base import DOCS, RESULTS, Record
 from studies.full_length import full_length_table, full_lengths
 from studies.records import counted, least_to_most, read_twins
 from studies.render import Content, frame
 from studies.replication_cells import Cell, best, cell, difference, leads_by_length, missing, verdict
-from studies.replication_plan import HELD, Arm, Experiment, Plan, listed
-from studies.stats import SAME, Difference, spread
+from studies.replication_plan import HELD, Experiment, Plan, listed
+from studies.stats import Difference, spread
+
+Pages = dict[Path, dict[str, Content]]
 
 NOT_RUN = "not run yet"
 WORTH = {"held": "a gain", "did not hold": "a loss", "within chance": "within chance"}
@@ -25,23 +30,34 @@ def sections(plan: Plan, records: Mapping[str, Record]) -> dict[str, Content]:
     return {each.name: _section(each, _compared(each, plan, records), plan, records) for each in plan.experiments}
 
 
-def contents(plan: Plan, records: Mapping[str, Record]) -> dict[str, Content]:
-    """The regions of docs/results.md by name."""
+def pages(plan: Plan, records: Mapping[str, Record], newer: Plan, fresh: Mapping[str, Record]) -> Pages:
+    """The regions of docs/results.md, and the tables that are CSV files only.
+
+    Args:
+        plan, records: of the replication.
+        newer, fresh: of the study `standardized`.
+    """
     claims = _found(plan.claims, plan, records)
     compared = [_compared(each, plan, records) for each in plan.experiments]
     count = sum(found is not None for _, found in itertools.chain(claims, *compared))
+    lengths = _lengths(plan, records)
     return {
-        **sections(plan, records),
-        **_speed(),
-        "headline": frame(_headline(plan, records)),
-        "full_length": full_length_table(full_lengths(read_twins(RESULTS))),
-        "verdicts": str(count),
-        "settings": frame(_settings(plan)),
-        "state": _state(plan, records),
-        "claims": frame(_claims(claims)),
-        "failures": _failures(claims),
-        "lengths": _lengths(plan, records),
-        "rules": _rules(plan, records),
+        DOCS / "results.md": {
+            "headline": frame(_headline(plan, records, newer, fresh)),
+            "standardized": sections(newer, fresh)["full"][2],
+            "full_length": full_length_table(full_lengths(read_twins(RESULTS))),
+            "verdicts": str(count),
+            "state": _state(plan, records),
+            "claims": frame(_claims(claims)),
+            "link": lengths[lengths["over"] == HELD].drop(columns="over"),
+        },
+        RESULTS / "tables" / "results": {
+            **sections(plan, records),
+            "settings": frame(_settings(plan)),
+            "speed": _speed(),
+            "lengths": lengths,
+            "rules": frame(_rules(plan, records)),
+        },
     }
 
 
@@ -108,23 +124,6 @@ def _seeds(found: Difference) -> str:
     return str(found.seeds[0]) if found.seeds[0] == found.seeds[1] else f"{found.seeds[0]} and {found.seeds[1]}"
 
 
-def _failures(claims: Found) -> str:
-    lines, untested = [], 0
-    for claim, found in claims:
-        if found is None:
-            untested += 1
-        elif not (said := verdict(claim, found)).startswith("held"):
-            theirs = f"{claim['paper']:+.2f} in the paper, " if "paper" in claim else ""
-            note = f" {claim['note']}" if "note" in claim else ""
-            lines.append(f"- {claim['says']}: {theirs}{found} here ({said}).{note}")
-    if not lines:
-        lines = ["Every claim that was tested held."]
-    if untested:
-        are = "is" if untested == 1 else "are"
-        lines += ["", f"{untested} of the {len(claims)} claims {are} not tested."]
-    return "\n".join(lines)
-
-
 def _section(experiment: Experiment, found: Found, plan: Plan, records: Mapping[str, Record]) -> Content:
     place = f"In the paper: {experiment.place}. " if experiment.place else ""
     about = f"{place}Setting `{experiment.setting}`, {counted(*(len(arm.runs) for arm in experiment.arms))}."
@@ -158,25 +157,18 @@ def _waits(claim: Mapping[str, Any], plan: Plan, records: Mapping[str, Record]) 
     return not all(cell(plan.arms[name], records).records for name in names)
 
 
-def _lengths(plan: Plan, records: Mapping[str, Record]) -> Content:
+def _lengths(plan: Plan, records: Mapping[str, Record]) -> pd.DataFrame:
     """The lead after a short training and a long one, over networks that learned in both."""
     pairs = leads_by_length(plan, records)
     found = [pair for pair in pairs if all(cell(lead.over, records).learned() for lead in pair)]
-    rows = [
+    return frame(
         {
             "setting": short.arm.setting, "batches": short.arm.batches, "over": short.over.label,
             "epochs": short.arm.runs[0].recipe.epochs, "lead": _judged(short.points),
             "at full length": full.arm.runs[0].recipe.epochs, "lead then": _judged(full.points),
         }
         for short, full in found
-    ]  # fmt: skip
-    gained = [(short, full) for short, full in found if short.points.verdict().startswith("held")]
-    smaller = sum(full.points.value < short.points.value for short, full in gained)
-    none = sum(full.points.verdict().startswith("within") for _, full in gained)
-    said = f"Of {len(gained)} gains after few epochs, {smaller} are smaller at full length and {none} are within chance"
-    so = " A short training shows which norm learns faster, not how far ahead it ends."
-    said += "." + (so if 2 * smaller > len(gained) else "")
-    return [frame(rows), said] if gained else frame(rows)
+    )  # fmt: skip
 
 
 def _judged(found: Difference) -> str:
@@ -222,14 +214,9 @@ def _of_some(top1: Sequence[float], each: Cell) -> str:
     return spread(top1) + (f" ({counted(len(top1))})" if 0 < len(top1) < len(each.records) else "")
 
 
-def _kind(arm: Arm) -> str:
-    """Its norm, and whether A is held at zero; not its rate."""
-    return arm.label if arm.label == HELD else arm.label.partition(",")[0]
-
-
-def _rules(plan: Plan, records: Mapping[str, Record]) -> Content:
+def _rules(plan: Plan, records: Mapping[str, Record]) -> list[dict[str, Any]]:
+    """Accuracy of the same networks with other rules for the statistics at inference."""
     rows = []
-    apart: dict[str, list[str]] = {"EvalNorm": [], "example weighing": []}
     for each in _arms(plan, records, "rules"):
         if each.arm.ablation and each.arm.label != HELD:
             continue
@@ -245,99 +232,144 @@ def _rules(plan: Plan, records: Mapping[str, Record]) -> Content:
             "EvalNorm": _of_some(each.top1("EvalNorm"), each),
             "example weighing": f"{weighed} ({', '.join(f'{share:g}' for share in shares)})" if weighed else "",
         })  # fmt: skip
-        for rule, places in apart.items():
-            gaps = each.gaps(rule, "expected")
-            if gaps and abs(mean(gaps)) > SAME and each.learned():
-                places.append(f"{_kind(each.arm)} at {each.arm.setting} ({each.arm.batches}) {mean(gaps):+.1f}")
-    said = [f"- {rule}: {'; '.join(places) or 'nowhere'}." for rule, places in apart.items()]
-    return [frame(rows), "More than one point better (+) or worse (-) than `expected`:", "\n".join(said)]
-
-
-def _speed() -> dict[str, Content]:
-    names = "benchmark_train.json", "benchmark_train_inception.json"
-    results = [json.loads((RESULTS / name).read_text()) for name in names]
-    every = [row for result in results for row in result["rows"]]
-    rows = [row for row in every if row["launch"] == "graph"]
-    lines = []
-    for model in dict.fromkeys(row["model"] for row in rows):
-
-        def launched(norm: str, group: int, model: str = model) -> float:
-            wanted = {"model": model, "norm": norm, "statistics_batch": group, "mode": "eager", "launch": "python"}
-            return next(row["images_per_s"] for row in every if wanted.items() <= row.items())
-
-        of_bn = max(row["images_per_s"] for row in rows if row["model"] == model and row["norm"] == "bn")
-        for row in rows:
-            if (row["model"], row["norm"], row["mode"]) == (model, "bkn", "eager"):
-                lines.append({
-                    "network": model, "batches": f"256, {row['statistics_batch']}", "BN": f"{of_bn:.0f}",
-                    "BKN": f"{row['images_per_s']:.0f}", "BKN / BN": f"{row['images_per_s'] / of_bn:.3f}",
-                    "from Python": f"{launched('bkn', row['statistics_batch']) / launched('bn', 256):.3f}",
-                })  # fmt: skip
-    ratios, plain = ([float(line[column]) for line in lines] for column in ("BKN / BN", "from Python"))
-    held = "held" if min(ratios) > 0.95 else "did not hold"
-    said = (
-        f"In a CUDA graph, BKN has {min(ratios):.3f} to {max(ratios):.3f} of BN's speed: the claim that BKN costs "
-        f"little {held}. From Python it has {min(plain):.3f} to {max(plain):.3f}."
-    )
-    return {"speed": [frame(lines), said], "speed_hardware": results[0]["hardware"]}
-
-
-# The first table and the first figure.
-
-GROUPS = {128: "128 images per group", 8: "8", 2: "2", 1: "1"}
-FULL, SHORT = "cifar100_full", "cifar100"
-COLOURS = {"BKN": "#1f77b4", "BN": "#d62728", "GroupNorm": "#2ca02c", "BRN": "#ff7f0e"}
-NAMES = {
-    "BKN": "Batch Kalman Normalization (BKN)",
-    "BN": "batch normalization (BN)",
-    "GroupNorm": "group normalization",
-    "BRN": "batch renormalization (BRN)",
-}
-
-
-def _headline_cells(setting: str, label: str, plan: Plan, records: Mapping[str, Record]) -> dict[int, Cell]:
-    """One norm's results in a setting, by images per group. GroupNorm has the same for every group."""
-    found = {
-        arm.group: each
-        for arm in plan.arms.values()
-        if (arm.setting, arm.label) == (setting, label) and (each := cell(arm, records)).good
-    }
-    return dict.fromkeys(GROUPS, found[128]) if label == "GroupNorm" and found else found
-
-
-def _headline(plan: Plan, records: Mapping[str, Record]) -> list[dict[str, Any]]:
-    """Each norm by images per group, on CIFAR-100, after a full training and after a short one."""
-    rows = []
-    for setting in (FULL, SHORT):
-        for label in ("BN", "BRN", "GroupNorm", HELD, "BKN"):
-            found = _headline_cells(setting, label, plan, records)
-            if found:
-                epochs = next(iter(found.values())).arm.runs[0].recipe.epochs
-                tops = {shown: spread(found[group].top1()) if group in found else "" for group, shown in GROUPS.items()}
-                rows.append({"CIFAR-100, top-1 (%)": label, "epochs": epochs, **tops})
     return rows
 
 
-def headline_figure(plan: Plan, records: Mapping[str, Record]) -> Any:
-    """Accuracy over images per group after a full training: a line for each norm, with the deviation over seeds."""
-    from matplotlib.figure import Figure
+def _speed() -> pd.DataFrame:
+    """Images per second of a training step, BN in its fastest form: compiled."""
+    names = "benchmark_train.json", "benchmark_train_inception.json"
+    every = [row for name in names for row in json.loads((RESULTS / name).read_text())["rows"]]
+    rows = [row for row in every if row["launch"] == "graph"]
+    lines = []
+    for row in rows:
+        if (row["norm"], row["mode"]) == ("bkn", "eager"):
+            model = row["model"]
+            of_bn = max(each["images_per_s"] for each in rows if (each["model"], each["norm"]) == (model, "bn"))
+            lines.append({
+                "network": model, "batches": f"256, {row['statistics_batch']}", "BN": f"{of_bn:.0f}",
+                "BKN": f"{row['images_per_s']:.0f}", "BKN / BN": f"{row['images_per_s'] / of_bn:.3f}",
+            })  # fmt: skip
+    return frame(lines)
 
-    figure = Figure(figsize=(7.2, 4), layout="constrained")
-    axes = figure.subplots()
-    groups, shown = sorted(GROUPS), []
-    for label, colour in COLOURS.items():
-        found = _headline_cells(FULL, label, plan, records)
-        shown += found.values()
+
+# The first table, and the figures.
+
+GROUPS = {1: "1 image per group", 2: "2", 8: "8", 128: "128"}
+FULL = "cifar100_full"
+ANY_GROUP = ("GroupNorm", "EvoNorm-S0", "FRN")
+"""Norms that use no statistics of several images."""
+STYLES = {
+    "BKN, standardized weights": ("#1f77b4", "-"), "EvoNorm-S0": ("#9467bd", "-"),
+    "GroupNorm, channels per group = 8, standardized weights": ("#2ca02c", "-"),
+    "BN, standardized weights": ("#d62728", "-"), "BKN": ("#1f77b4", "--"), HELD: ("#17becf", ":"),
+    "GroupNorm": ("#2ca02c", "--"), "BN": ("#d62728", "--"), "BRN": ("#ff7f0e", "--"),
+}  # fmt: skip
+"""Colour and line of each norm, in the order of the table."""
+
+
+def _tuned(label: str) -> str:
+    """The label of an arm without what was tuned on validation images."""
+    return ", ".join(part for part in label.split(", ") if not part.startswith(("lr =", "initial gain =")))
+
+
+def _headline_cells(
+    label: str, plan: Plan, records: Mapping[str, Record], newer: Plan, fresh: Mapping[str, Record]
+) -> dict[int, Cell]:
+    """One norm's results at full length by images per group, at its tuned rate if it was tuned."""
+    cells = [cell(arm, records) for arm in plan.arms.values() if (arm.setting, arm.label) == (FULL, label)]
+    cells += [cell(arm, fresh) for arm in newer.arms.values() if (arm.setting, _tuned(arm.label)) == (FULL, label)]
+    best_last = sorted((each for each in cells if each.good), key=lambda each: mean(each.top1(images="validation")))
+    found = {each.arm.group: each for each in best_last}
+    return dict.fromkeys(GROUPS, found[128]) if label.startswith(ANY_GROUP) and found else found
+
+
+def _headline(
+    plan: Plan, records: Mapping[str, Record], newer: Plan, fresh: Mapping[str, Record]
+) -> list[dict[str, Any]]:
+    """Each norm by images per group, on CIFAR-100, after a full training."""
+    rows = []
+    for label in STYLES:
+        if found := _headline_cells(label, plan, records, newer, fresh):
+            tops = {shown: spread(found[group].top1()) if group in found else "" for group, shown in GROUPS.items()}
+            rows.append({"CIFAR-100, 60 epochs, top-1 (%)": label, **tops,
+                         "seeds": least_to_most(len(each.good) for each in found.values())})  # fmt: skip
+    return rows
+
+
+def group_size_figure(plan: Plan, records: Mapping[str, Record], newer: Plan, fresh: Mapping[str, Record]) -> Any:
+    """Accuracy over images per group after a full training: a line for each norm, with the deviation over seeds."""
+    figure, axes = _new_figure((8.6, 4.4))
+    groups = sorted(GROUPS)
+    for label, (colour, line) in STYLES.items():
+        found = _headline_cells(label, plan, records, newer, fresh)
         tops = {groups.index(group): found[group].top1() for group in groups if group in found}
         means, deviations = [mean(each) for each in tops.values()], [stdev(each) for each in tops.values()]
-        style = {"marker": "" if label == "GroupNorm" else "o", "linewidth": 3 if label == "BKN" else 1.8}
-        axes.errorbar(list(tops), means, deviations, color=colour, capsize=4, label=NAMES[label], **style)
+        marker = "" if label.startswith(ANY_GROUP) else "o"
+        width = 3 if label == next(iter(STYLES)) else 1.6
+        shown = label.replace(", channels per group = 8", "").replace("standardized weights", "standardized")
+        axes.errorbar(list(tops), means, deviations, color=colour, linestyle=line, marker=marker, linewidth=width,
+                      capsize=4, label=shown)  # fmt: skip
     axes.set_xticks(range(len(groups)), list(map(str, groups)))
     axes.set_xlabel("images that share one mean and variance in training")
     axes.set_ylabel("top-1 accuracy (%)")
-    epochs, seeds = shown[0].arm.runs[0].recipe.epochs, least_to_most(len(each.top1()) for each in shown)
-    axes.set_title(f"CIFAR-100, {epochs} epochs, mean and deviation over {seeds} seeds", fontsize=11)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", alpha=0.3)
-    axes.legend(loc="lower right", frameon=False)
+    axes.set_ylim(60, None)
+    axes.set_title("CIFAR-100, 60 epochs, gradient batches of 128; below 60 %: BRN with one image", fontsize=10)
+    figure.legend(loc="outside right upper", frameon=False)
     return figure
+
+
+def rules_figure(plan: Plan, records: Mapping[str, Record]) -> Any:
+    """Accuracy by the rule that gives the statistics at inference, for BN and BKN with few images per group."""
+    figure, axes = _new_figure((7.6, 3.6))
+    rules = {"population": "population", "sample": "sample", "expected": "expected", "EvalNorm": "EvalNorm",
+             "example weighing": "example\nweighing"}  # fmt: skip
+    for norm, line in (("bn", "--"), ("bkn", "-")):
+        for group, colour in ((1, "#1f77b4"), (2, "#2ca02c"), (8, "#d62728")):
+            each = cell(plan.arms[f"{FULL}.{norm}.128-{group}"], records)
+            tops = {place: top1 for place, rule in enumerate(rules) if (top1 := each.top1(rule))}
+            axes.plot(list(tops), [mean(top1) for top1 in tops.values()], line, color=colour, marker="o",
+                      label=f"{each.arm.label}, {group} per group")  # fmt: skip
+    axes.set_xticks(range(len(rules)), list(rules.values()))
+    axes.set_ylabel("top-1 accuracy (%)")
+    axes.set_title("CIFAR-100, 60 epochs, trained without standardized weights", fontsize=10)
+    figure.legend(loc="outside right upper", frameon=False)
+    return figure
+
+
+def gains_figure(plan: Plan, records: Mapping[str, Record], newer: Plan, fresh: Mapping[str, Record]) -> Any:
+    """The gain of every norm after a full training, from the first to the last, for groups of several sizes."""
+    figure, axes = _new_figure((9, 3.6), 2)
+    options = "initial_gain=0.1,lr=0.4,standardized_weights=True"
+    for place, groups, suffix, source, known in (
+        (axes[0], (1, 2, 8), "", plan, records), (axes[1], (1, 2), f".{options}", newer, fresh),
+    ):  # fmt: skip
+        for group, colour in zip(groups, ("#1f77b4", "#2ca02c", "#d62728"), strict=False):
+            gains = [each["gain"] for each in cell(source.arms[f"{FULL}.bkn.128-{group}{suffix}"], known).good
+                     if "gain" in each]  # fmt: skip
+            names = list(gains[0])
+            means = [mean(each[name] for each in gains) for name in names]
+            place.plot(range(len(names)), means, "o-", color=colour, markersize=4, label=f"groups of {group}")
+        place.set_xticks(range(len(names)), [_place(name) for name in names], fontsize=6, rotation=90)
+        place.set_ylim(-0.03, 1.03)
+        place.legend(frameon=False, fontsize=8)
+    axes[0].set_ylabel("gain q after training")
+    axes[0].set_title("weights as they are, initial gain 0.5", fontsize=10)
+    axes[1].set_title("standardized weights, initial gain 0.1", fontsize=10)
+    return figure
+
+
+def _place(name: str) -> str:
+    """Block, branch and layer of a norm of inception_cifar, such as "c 1.1"."""
+    block, _, branch, layer, *_ = name.split(".")
+    return f"{block.removeprefix('inception_')} {branch}.{layer}"
+
+
+def _new_figure(size: tuple[float, float], columns: int = 1) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(1, columns)
+    for each in [axes] if columns == 1 else axes:
+        each.spines[["top", "right"]].set_visible(False)
+        each.grid(axis="y", alpha=0.3)
+    return figure, axes

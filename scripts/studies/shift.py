@@ -32,10 +32,17 @@ class Shift(Study):
         from studies.render import frame
 
         found = list(records.values())
-        tables = {"checkpoints": checkpoints(found)}
+        every = checkpoints(found)
+        tables = {"checkpoints": every}
         for dataset in DATASETS:
             tables |= {f"twins.{dataset}": twins(found, dataset), f"differences.{dataset}": differences(found, dataset)}
-        return {DOCS / "shift.md": {name: frame(rows) for name, rows in tables.items()}}
+        modes = [each for each in every if each["statistics"].strip("*`") in MODES]
+        page = {"differences.cifar10": tables.pop("differences.cifar10"), "modes": modes}
+        shown = {DOCS / "shift.md": page, RESULTS / "tables" / self.name: tables}
+        return {path: {name: frame(rows) for name, rows in each.items()} for path, each in shown.items()}
+
+    def figures(self, records: Mapping[str, Record]) -> dict[str, Any]:
+        return {"shift": figure(list(records.values()))}
 
 
 STUDY = Shift()
@@ -129,3 +136,33 @@ def differences(records: Sequence[Record], dataset: str) -> list[dict[str, str]]
                 shown[head] = f"{over_seeds.value:+.1f} (images ± {over_images:.1f}{seeds})"
         rows += [shown] if pairs else []
     return rows
+
+
+SHOWN = (
+    ("bn128", "population"), ("bn128", "mix, tuned"), ("bn128", "TENT online"), ("gn", "population"),
+    ("brn2", "population"), ("bkn8", "expected"), ("bkn2", "expected"), ("bkn1", "sample"),
+    ("bkn1.link=False", "sample"),
+)  # fmt: skip
+"""The arms and their statistics in the figure."""
+
+
+def figure(records: Sequence[Record]) -> Any:
+    """Accuracy on clean and on corrupted images of CIFAR-10, by norm."""
+    from matplotlib.figure import Figure
+
+    drawing = Figure(figsize=(8.4, 3.8), layout="constrained")
+    axes, found = drawing.subplots(), arms(records, "cifar10")
+    for place, (arm, method) in enumerate(reversed(SHOWN)):
+        of = summaries(found[arm], method)
+        clean, shifted = ([each[key] for each in of] for key in ("clean", "shifted"))
+        colour = "#1f77b4" if arm.startswith("bkn") else "#7f7f7f"
+        axes.plot([np.mean(shifted), np.mean(clean)], [place, place], color=colour, linewidth=2, alpha=0.4)
+        axes.errorbar(np.mean(shifted), place, xerr=np.std(shifted, ddof=1), color=colour, marker="o", capsize=3,
+                      label="" if place else "corrupted images")  # fmt: skip
+        axes.plot(np.mean(clean), place, "|", color=colour, markersize=14, label="" if place else "clean images")
+    axes.set_yticks(range(len(SHOWN)), [f"{TITLES[arm]}: {method}" for arm, method in reversed(SHOWN)])
+    axes.set_xlabel("top-1 accuracy (%), CIFAR-10, 15 epochs, mean and deviation over three seeds")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="x", alpha=0.3)
+    drawing.legend(loc="outside upper right", ncols=2, frameon=False)
+    return drawing

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import studies.rivals  # noqa: F401, registers norms
-from studies.base import DOCS, RESULTS, Record
+from studies.base import RESULTS, Record
 from studies.replication import Questions, Replication
 
 
@@ -26,11 +26,10 @@ class Standardized(Replication):
         return questions.modes()
 
     def regions(self, records: Mapping[str, Record]) -> dict[Path, dict[str, Any]]:
-        """The comparison at full length on the page; every experiment as CSV files in results/tables/standardized/."""
+        """CSV files in results/tables/standardized/; the replication fills docs/results.md."""
         from studies.replication_page import sections
 
-        found = sections(self.plan, records)
-        return {RESULTS / "tables" / self.name: found, DOCS / "results.md": {"standardized": found["full"]}}
+        return {RESULTS / "tables" / self.name: sections(self.plan, records)}
 
     def figures(self, records: Mapping[str, Record]) -> dict[str, Any]:
         return {}

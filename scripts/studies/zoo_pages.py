@@ -1,5 +1,6 @@
 """The tables of docs/runs.md (trainings by `bkn-zoo train`), MODEL_CARD.md and README.md (all checkpoints)."""
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
@@ -66,15 +67,10 @@ def _top1(metrics: Mapping[str, Mapping[str, float]]) -> str:
     return " / ".join(f"{metrics[mode]['top1']:.2f}" for mode in MODES)
 
 
-def zoo_card(checkpoints: Mapping[str, Config], runs: Sequence[Run]) -> dict[str, Content]:
-    """The regions of MODEL_CARD.md.
-
-    Args:
-        checkpoints: the configs of all checkpoints, by name.
-        runs: the records of all runs.
-    """
+def zoo_card(checkpoints: Mapping[str, Config], results: Path) -> dict[str, Content]:
+    """The regions of MODEL_CARD.md, from the configs of all checkpoints by name and the records."""
     rows = (_checkpoint(name, config) for name, config in sorted(checkpoints.items()))
-    return {"checkpoints": frame(rows), "training": frame(_training(runs))}
+    return {"checkpoints": frame(rows), "training": frame(_training(results))}
 
 
 def short_list(checkpoints: Mapping[str, Config]) -> list[dict[str, Any]]:
@@ -84,13 +80,20 @@ def short_list(checkpoints: Mapping[str, Config]) -> list[dict[str, Any]]:
         top1 = config.accuracy.get(config.default_statistics, {}).get("top1")
         rows.append({
             "checkpoint": f"[{name}](checkpoints/{name}/README.md)", "data": dataset_name(config),
-            "top-1 (%)": None if top1 is None else f"{top1:.2f}{_mark(config)}",
+            "top-1 (%)": None if top1 is None else _top1_of(config, f"{top1:.2f}"),
             "classes": config.num_classes,
             "image size": f"{config.preprocessing.size} px" if config.preprocessing else None,
             "parameters": f"{parameters(config.architecture, config.num_classes) / 1e6:.1f}M",
             "default statistics": f"`{config.default_statistics}`",
         })  # fmt: skip
     return rows
+
+
+def _top1_of(config: Config, shown: str) -> str:
+    """The accuracy; if it was measured on other images than the data set's, after the authors' own."""
+    if "measured_on" not in config.training:
+        return shown
+    return f"{config.training['authors_top1']} (authors); {shown} on other photographs ¹"
 
 
 def _mark(config: Config) -> str:
@@ -103,19 +106,31 @@ def _checkpoint(name: str, config: Config) -> dict[str, Any]:
         value = config.accuracy.get(mode, {}).get("top1")
         if value is None:
             return None
-        return (f"**{value:.2f}**" if mode == config.default_statistics else f"{value:.2f}") + _mark(config)
+        is_default = mode == config.default_statistics
+        return _top1_of(config, f"**{value:.2f}**") if is_default else f"{value:.2f}{_mark(config)}"
 
     about = {"checkpoint": f"[{name}](checkpoints/{name}/README.md)", "data": dataset_name(config)}
     group = config.statistics_batch_size or "whole batch"
     return about | {"classes": config.num_classes, "group": group} | {mode: shown(mode) for mode in MODES}
 
 
-def _training(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def _training(results: Path) -> list[dict[str, Any]]:
+    """Runs, time and energy of `bkn-zoo train` and of the studies."""
+    pretrained = [json.loads(path.read_text()) for path in sorted((results / "pretrained").glob("*.json"))]
+    trainings = [each | {"hardware": arm["hardware"]} for arm in pretrained for each in arm.get("trainings", [])]
+    parts = {
+        "networks of the zoo, comparisons, trials": read_runs(results / "runs")
+        + read_runs(results / "runs" / "trials"),
+        "replication": read_runs(results / "reproduce"),
+        "standardized weights": read_runs(results / "standardized"),
+        "pretrained networks": trainings,
+    }
     rows = []
-    for hardware in sorted({run["hardware"] for run in runs}):
-        seconds = sum(run["seconds"] for run in runs if run["hardware"] == hardware)
-        power = POWER_LIMIT.get(hardware)
-        energy = f"{seconds / 3600 * power / 1000:.1f} kWh" if power else "not known"
-        count = sum(run["hardware"] == hardware for run in runs)
-        rows.append({"hardware": hardware, "runs": count, "time": duration(seconds), "energy, at most": energy})
+    for what, runs in parts.items():
+        for hardware in sorted({run["hardware"] for run in runs}):
+            seconds = [run["seconds"] for run in runs if run["hardware"] == hardware]
+            power = POWER_LIMIT.get(hardware)
+            energy = f"{sum(seconds) / 3600 * power / 1000:.1f} kWh" if power else "not known"
+            about = {"what": what, "hardware": hardware, "runs": len(seconds), "time": duration(sum(seconds))}
+            rows.append(about | {"energy, at most": energy})
     return rows

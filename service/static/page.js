@@ -25,8 +25,9 @@ let key = ""; // held in memory only
 let running = null; // the AbortController of the requests under way
 let comparing = false;
 
-let main = MODES[0]; // the mode that the page asks for first: the model's own
+let main = MODES[0]; // the mode of the answer: the chosen one
 
+const chosenMode = () => document.querySelector('input[name="mode"]:checked').value;
 const chosenModel = () => models.find((model) => model.name === byId("model").value);
 
 /** An answer that is no result. `status` is 0 where the server was not reached. */
@@ -109,7 +110,7 @@ async function classify(mode, signal) {
   }
 }
 
-/** Ask in the model's own mode and, where the visitor compares, in the others, one after the other. */
+/** Ask in the chosen mode and, where the visitor compares, in the others, one after the other. */
 async function run() {
   running?.abort();
   if (!image) return;
@@ -123,7 +124,7 @@ async function run() {
   try {
     await modelsRead;
     controller.signal.throwIfAborted();
-    main = chosenModel()?.default_statistics ?? main;
+    main = chosenMode();
     const unread = await unreadable(image);
     controller.signal.throwIfAborted();
     await ask(main, controller.signal, unread);
@@ -198,7 +199,7 @@ function setImage(file) {
   URL.revokeObjectURL(preview.src);
   preview.src = URL.createObjectURL(file);
   preview.alt = `Preview of ${file.name}.`;
-  preview.hidden = false;
+  byId("picture").hidden = false;
   byId("no-preview").hidden = true;
   byId("zone").classList.add("filled");
   byId("zone-title").textContent = "Choose another image";
@@ -207,6 +208,18 @@ function setImage(file) {
   byId("caption").textContent = `${file.name} · ${size(file.size)}`;
   writeCommand();
   run();
+}
+
+/** Frame the central square of the image that the chosen model is given. */
+function showFrame() {
+  const { naturalWidth: width, naturalHeight: height } = byId("preview");
+  const crop = chosenModel()?.crop;
+  const side = crop * Math.min(width, height);
+  const isPart = image !== null && side > 0 && side < Math.max(width, height);
+  byId("frame").hidden = !isPart;
+  byId("frame-note").hidden = !isPart || byId("picture").hidden;
+  byId("frame").style.width = `${(100 * side) / width}%`;
+  byId("frame").style.height = `${(100 * side) / height}%`;
 }
 
 /** Take the first of the files that a drop, a choice or a paste brought. */
@@ -240,9 +253,11 @@ function listenForImages() {
   byId("preview").addEventListener("load", (event) => {
     const { naturalWidth, naturalHeight } = event.target;
     byId("caption").textContent = `${image.name} · ${naturalWidth} × ${naturalHeight} · ${size(image.size)}`;
+    showFrame();
   });
   byId("preview").addEventListener("error", () => {
-    byId("preview").hidden = true;
+    byId("picture").hidden = true;
+    byId("frame-note").hidden = true;
     byId("no-preview").hidden = false;
   });
   // The whole page takes a drop, since a near miss would otherwise make the browser leave for the file.
@@ -276,12 +291,19 @@ async function readModels() {
     byId("model").disabled = models.length === 0;
     const preferred = models.find((model) => model.name === chosen) ?? models.find((model) => model.default);
     if (preferred) byId("model").value = preferred.name;
-    showModel();
+    if (preferred?.name === chosen) showModel();
+    else showModelInItsMode();
   } catch (error) {
     if (!(error instanceof Failure)) throw error;
     byId("models-failed").hidden = error.status === 401; // the field for the key says what to do
     byId("models-error").textContent = `The models could not be listed. ${error.message}`;
   }
+}
+
+function showModelInItsMode() {
+  const own = MODES.find((mode) => mode === chosenModel()?.default_statistics);
+  if (own) document.querySelector(`input[name="mode"][value="${own}"]`).checked = true;
+  showModel();
 }
 
 function showModel() {
@@ -296,17 +318,26 @@ function showModel() {
     if (model.revision) facts.push(`revision ${model.revision}`);
     if (!model.loaded) facts.push("not loaded yet: its first answer takes some seconds longer");
     byId("model-facts").textContent = facts.join(" · ");
-    const radios = [...document.querySelectorAll('input[name="command-mode"]')];
-    const preferred = radios.find((radio) => radio.value === model.default_statistics);
-    if (preferred) preferred.checked = true;
   }
-  for (const mode of MODES) {
-    const top1 = model?.accuracy?.[mode]?.top1;
-    const text = Number.isFinite(top1) ? `top-1 accuracy ${top1.toFixed(1)} %` : "";
-    sectionOf(mode).querySelector(".measured").textContent = text;
-  }
-  writeCommand();
+  for (const mode of MODES) sectionOf(mode).querySelector(".measured").textContent = accuracy(model, mode);
+  showMode();
+  showFrame();
   showClasses();
+}
+
+/** The accuracy of a model in a mode, with the images that it was measured on. */
+function accuracy(model, mode) {
+  const top1 = model?.accuracy?.[mode]?.top1;
+  if (!Number.isFinite(top1)) return "";
+  const where = model.measured_on ? ` on ${model.measured_on}, not on the test images of its data set` : "";
+  return `top-1 accuracy ${top1.toFixed(1)} %${where}`;
+}
+
+/** Say what the chosen mode does. */
+function showMode() {
+  byId("mode-about").textContent = sectionOf(chosenMode()).querySelector(".explanation").textContent;
+  byId("mode-measured").textContent = accuracy(chosenModel(), chosenMode());
+  writeCommand();
 }
 
 // ----------------------------------------------------------------------------------------------------- command
@@ -323,10 +354,9 @@ function formFile(name) {
 }
 
 function writeCommand() {
-  const mode = document.querySelector('input[name="command-mode"]:checked').value;
   const fields = [`image=@${formFile(image?.name ?? "image.jpg")}`];
   if (byId("model").value) fields.push(`model=${byId("model").value}`);
-  fields.push(`statistics=${mode}`, `top_k=${TOP_K}`);
+  fields.push(`statistics=${chosenMode()}`, `top_k=${TOP_K}`);
   const [file, ...rest] = fields.map((field) => `-F ${word(field)}`);
   const lines = [`curl ${file}`, rest.join(" "), word(address("v1/classify"))];
   if (!byId("key-form").hidden) lines.splice(1, 0, "-H 'Authorization: Bearer YOUR_KEY'");
@@ -356,7 +386,7 @@ async function copyCommand() {
 MODES.forEach(showIdle);
 listenForImages();
 byId("model").addEventListener("change", () => {
-  showModel();
+  showModelInItsMode();
   run();
 });
 byId("models-retry").addEventListener("click", () => {
@@ -380,9 +410,12 @@ byId("compare").addEventListener("toggle", async () => {
 });
 byId("classes").addEventListener("toggle", showClasses);
 byId("search").addEventListener("input", filterClasses);
-document.querySelectorAll('input[name="command-mode"]').forEach((radio) => {
-  radio.addEventListener("change", writeCommand);
+document.querySelectorAll('input[name="mode"]').forEach((radio) => {
+  radio.addEventListener("change", () => {
+    showMode();
+    run();
+  });
 });
 byId("copy").addEventListener("click", copyCommand);
-writeCommand();
+showMode();
 modelsRead = readModels();

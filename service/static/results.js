@@ -69,19 +69,20 @@ function showAnswer(mode, answer) {
   showNote(mode, `${times} · round trip ${milliseconds(answer.roundTrip)}`);
 }
 
-const shortLabel = (answer) => answer.predictions[0].label.split(",")[0]; // the first of its synonyms
+const shortLabel = (prediction) => prediction.label.split(",")[0]; // the first of its synonyms
+const NEAR = 0.1; // two probabilities that differ by less are nearly a tie
 
 function sayAnswer(outcome) {
   if (outcome instanceof Failure) {
     say("error", outcome.message);
     return;
   }
-  const score = percent(outcome.predictions[0].score);
+  const [first, second] = outcome.predictions;
   const classes = chosenModel()?.num_classes ? `${count(chosenModel().num_classes)} classes` : "classes";
-  const doubt = `The model is uncertain (${score}): the picture may show none of its ${classes}.`;
-  if (outcome.uncertain) say("uncertain", doubt, shortLabel(outcome));
-  else say("answer", `Probability ${score}`, shortLabel(outcome));
-  byId("status").scrollIntoView({ block: "nearest" });
+  if (outcome.uncertain) say("uncertain", `The model is uncertain: the picture may show none of its ${classes}.`);
+  else if (second && first.score - second.score < NEAR) say("tie", "Nearly a tie: the first two are about as likely.");
+  else say("answer", `${shortLabel(first)}, ${percent(first.score)}`);
+  byId("answer").scrollIntoView({ block: "nearest" });
 }
 
 /** One sentence on the three results; also what a screen reader announces. */
@@ -90,15 +91,14 @@ function summary(outcomes) {
   const answered = MODES.filter((mode) => !failed.includes(mode));
   const failures = [...new Set(failed.map((mode) => outcomes[mode].message))].join(" ");
   if (answered.length === 0) return failures;
-  const names = answered.map((mode) => shortLabel(outcomes[mode]));
+  const names = answered.map((mode) => shortLabel(outcomes[mode].predictions[0]));
   const each = answered.map((mode, place) => `${mode} says ${names[place]}`).join(", ");
   if (failed.length > 0) return `${each}; no answer from ${failed.join(" and ")}. ${failures}`;
   return new Set(names).size > 1 ? `The modes differ: ${each}.` : `All three modes say ${names[0]}.`;
 }
 
-/** Show and announce a note, an answer, an uncertain answer or an error; the headline is a label in large letters. */
-function say(kind, text, headline = "") {
-  byId("status").dataset.kind = kind;
-  byId("headline").textContent = headline;
-  byId("detail").textContent = text;
+/** Show and announce a note, a tie, doubt or an error. A clear answer is only announced, since its bar shows it. */
+function say(kind, text) {
+  byId("answer").dataset.kind = kind;
+  byId("status").textContent = text;
 }
