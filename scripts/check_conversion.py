@@ -25,6 +25,7 @@ from conversion_cases import Case, cases
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from bkn_zoo.checkpoints.provenance import write_results
 from bkn_zoo.conversion import convert, prove
 from bkn_zoo.conversion.checks import holds_batchnorm
 from bkn_zoo.conversion.example import inputs_of
@@ -32,7 +33,6 @@ from bkn_zoo.conversion.proof import seeded
 from bkn_zoo.conversion.tags import tensors_in
 from bkn_zoo.errors import BknZooError
 from bkn_zoo.norms import MODES
-from bkn_zoo.publishing.results import write_results
 
 OUTPUT = Path(__file__).resolve().parent.parent / "results" / "conversion.json"
 LARGEST_IN_FLOAT64, LARGEST = 100_000_000, 300_000_000

@@ -22,9 +22,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 import bkn_zoo
+from bkn_zoo.checkpoints.provenance import write_results
 from bkn_zoo.conversion import Converted
 from bkn_zoo.conversion.tags import tensors_in
-from bkn_zoo.publishing.results import write_results
 
 ROOT = Path(__file__).resolve().parent.parent
 TITLES = {

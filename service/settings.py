@@ -94,12 +94,14 @@ def settings_parser() -> Parser:
     """The parser of `bkn-zoo serve`: one option per setting. `Settings` checks the values."""
     made = Parser("bkn-zoo serve", usage="bkn-zoo serve [OPTION ...]", description=DESCRIPTION, allow_abbrev=False)
     for name, field in Settings.model_fields.items():
-        flags = ["--models", "--checkpoint", "--model"] if name == "models" else [f"--{name.replace('_', '-')}"]
+        aliases = ["--checkpoint", "--checkpoints", "--model"] if name == "models" else []
         default = f"{field.default:g}" if isinstance(field.default, float) else field.default
         about = f"{field.description}{f' (default: {default})' if default else ''}"
         # A shell expands a pattern to several arguments.
         several: dict[str, Any] = {"nargs": "+", "action": "extend"} if name in LISTS else {}
-        made.add_argument(*flags, dest=name, metavar=METAVARS.get(name, "N"), help=about, **several)
+        made.add_argument(
+            f"--{name.replace('_', '-')}", *aliases, dest=name, metavar=METAVARS.get(name, "N"), help=about, **several
+        )
     return made
 
 

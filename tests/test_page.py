@@ -257,7 +257,7 @@ def test_slow_first_answer_is_explained(visit, loaded, words):
         route.fulfill(json=listed)
 
     page.route("**/v1/models", answer, times=1)
-    page.route("**/v1/classify", held.append)
+    page.route("**/v1/classify", lambda route: held.append(route))
     page.reload()
     expect(page.locator("#model")).to_be_enabled()
     assert ("not loaded yet" in page.locator("#model-facts").inner_text()) is not loaded

@@ -36,8 +36,6 @@ class NormCall:
     """A call of a norm that will be converted.
 
     Attributes:
-        name: name of the module.
-        features: number of channels.
         pieces: pieces of its transition; none for a first layer.
         ordered: whether rows are known to be grouped by image, if an image has several.
         single: whether each row is an image.
