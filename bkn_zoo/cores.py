@@ -56,7 +56,7 @@ def check_device(device: str) -> None:
 def _quota(root: Path) -> float:
     """The quota in cores, or infinity. The quota of a control group includes the groups inside: the smallest counts."""
     group = PurePosixPath("/")
-    with suppress(OSError, ValueError):  # not Linux, or version 1 of control groups
+    with suppress(OSError, IndexError):  # not Linux
         group = PurePosixPath((root / "proc/self/cgroup").read_text().strip().split(":", 2)[2])
     least = math.inf
     # In a container, the group may have its outside name but be mounted at the top.

@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 PATIENCE = 2.0  # seconds before a bar appears
@@ -14,10 +14,12 @@ EVERY = 30.0  # seconds between lines without a terminal
 
 
 @contextmanager
-def bar(total: int | None, what: str, unit: str, lines: bool = False) -> Iterator[Callable[[int], object]]:
+def bar(total: int | None, what: str | None, unit: str, lines: bool = False) -> Iterator[Callable[[int], object]]:
     """Progress of work in parts. Yields a function to call with the number of parts done since the last call.
 
-    With `lines`, a line is printed every half minute if there is no terminal.
+    Args:
+        what: a description; None shows nothing.
+        lines: whether a line is printed every half minute if there is no terminal.
     """
     count = 0
 
@@ -25,31 +27,8 @@ def bar(total: int | None, what: str, unit: str, lines: bool = False) -> Iterato
         nonlocal count
         count += more
 
-    with _shown(lambda: count, lines, desc=what, total=total, unit=unit, unit_scale=unit == "B"):
+    with nullcontext() if what is None else _shown(lambda: count, lines, desc=what, total=total, unit=unit):
         yield done
-
-
-@contextmanager
-def bars_like(theirs: Any) -> Iterator[Any]:
-    """A class of bars for a library, based on its own: they also appear after two seconds, and disappear at the end."""
-    made: list[Any] = []
-
-    class Patient(theirs):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            hidden = options.pop("disable", False) or not sys.stderr.isatty()
-            super().__init__(*args, **options, disable=hidden, delay=PATIENCE, leave=False)
-            made.append(self)
-
-        def display(self, *args: Any, **options: Any) -> None:
-            if time.monotonic() >= begun + PATIENCE:  # the library may update at any time
-                super().display(*args, **options)
-
-    begun = time.monotonic()
-    try:
-        yield Patient
-    finally:
-        for shown in made:
-            shown.close()
 
 
 @contextmanager

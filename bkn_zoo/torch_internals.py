@@ -34,15 +34,12 @@ cuda_stream: Any = getattr(
 
 
 def recomputing() -> bool:
-    """Whether a backward pass is running. Activation checkpointing runs a layer there again, for the same step.
-
-    If PyTorch does not say so, a checkpointed norm moves its running averages twice per step.
-    """
+    """Whether a backward pass is running. Activation checkpointing runs a layer there again, for the same step."""
     return not torch.compiler.is_compiling() and _graph_task() != -1
 
 
 def transforms_are_active() -> bool:
-    """Whether a transform of `torch.func` is running. If PyTorch does not say so, the kernels refuse its tensors."""
+    """Whether a transform of `torch.func` is running."""
     return _transforms()
 
 
@@ -70,8 +67,7 @@ def checkpoint_frame() -> tuple[Any, Any, bool]:
     """The innermost checkpointed region, an object of its current run, and whether the backward pass recomputes it.
 
     The hooks of torch.utils.checkpoint have the region's frame in their closures: in the first pass the frame itself,
-    in a recomputation a weak reference. If PyTorch changes this, the result is (None, None, False), and converted norms
-    refuse to be recomputed (`find_record`).
+    in a recomputation a weak reference. If PyTorch changes this, converted norms refuse to be recomputed.
     """
     hooks: Any = saving_hooks(True)
     for hook in hooks or ():

@@ -25,6 +25,7 @@ from conversion_cases import Case, cases
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from bkn_zoo.checkpoints.provenance import write_results
 from bkn_zoo.conversion import convert, prove
 from bkn_zoo.conversion.checks import holds_batchnorm
 from bkn_zoo.conversion.example import inputs_of
@@ -32,7 +33,6 @@ from bkn_zoo.conversion.proof import seeded
 from bkn_zoo.conversion.tags import tensors_in
 from bkn_zoo.errors import BknZooError
 from bkn_zoo.norms import MODES
-from bkn_zoo.publishing.results import write_results
 
 OUTPUT = Path(__file__).resolve().parent.parent / "results" / "conversion.json"
 LARGEST_IN_FLOAT64, LARGEST = 100_000_000, 300_000_000
@@ -69,7 +69,7 @@ def outputs(model: nn.Module, inputs: Any, **options: Any) -> dict[str, Tensor]:
     args, named = inputs_of(inputs)
     model.eval()
     with torch.no_grad(), seeded(0):
-        return dict(tensors_in(model(*args, **named, **options)))
+        return {str(n): x for n, x in enumerate(tensors_in(model(*args, **named, **options)))}
 
 
 def difference(expected: dict[str, Tensor], given: dict[str, Tensor]) -> float:
@@ -86,7 +86,7 @@ def without_gradient(model: nn.Module, inputs: Any) -> set[str]:
     model.train()
     model.zero_grad()
     with seeded(0):
-        result = [x for _, x in tensors_in(model(*args, **named)) if x.requires_grad and x.numel()]
+        result = [x for x in tensors_in(model(*args, **named)) if x.requires_grad and x.numel()]
     torch.stack([x.square().mean() for x in result]).sum().backward()
     return {name for name, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()}
 

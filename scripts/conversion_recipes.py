@@ -22,9 +22,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 import bkn_zoo
+from bkn_zoo.checkpoints.provenance import write_results
 from bkn_zoo.conversion import Converted
 from bkn_zoo.conversion.tags import tensors_in
-from bkn_zoo.publishing.results import write_results
 
 ROOT = Path(__file__).resolve().parent.parent
 TITLES = {
@@ -216,7 +216,7 @@ def run(library: str) -> dict[str, Any]:
 
 
 def tensors(output: Any) -> list[Tensor]:
-    return [tensor for _, tensor in tensors_in(output) if tensor.is_floating_point()]
+    return [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
 
 
 def run_recipes() -> None:

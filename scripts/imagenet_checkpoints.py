@@ -28,7 +28,7 @@ from imagenet_data import Labelled, label_names, nips2017, of_folders, sample_im
 from torch import Tensor
 
 import bkn_zoo
-from bkn_zoo.checkpoints.provenance import environment
+from bkn_zoo.checkpoints.provenance import environment, write_results
 from bkn_zoo.cli import ended
 from bkn_zoo.conversion import learn_statistics, start_near_population
 from bkn_zoo.errors import InputError
@@ -37,7 +37,6 @@ from bkn_zoo.inference.engines import too_large_for_f16
 from bkn_zoo.models import Network
 from bkn_zoo.modes import MODES
 from bkn_zoo.progress import bar
-from bkn_zoo.publishing.results import write_results
 from bkn_zoo.training.evaluation import measure_accuracy as measure
 from bkn_zoo.training.evaluation import uncertain_below
 

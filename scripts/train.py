@@ -15,7 +15,7 @@ from bkn_zoo.checkpoints.card import checkpoint_card
 from bkn_zoo.checkpoints.folder import write_card
 from bkn_zoo.checkpoints.hub import check_reachable, check_repository
 from bkn_zoo.cli import ended
-from bkn_zoo.cli.train_options import literal
+from bkn_zoo.cli.train import literal
 
 
 def main() -> None:

@@ -177,7 +177,7 @@ def test_publish_refuses_what_disagrees(folder, card, file, change, words, monke
     path = folder / file
     path.write_text(change(path.read_text())) if change else path.unlink()
     with nullcontext() if words is None else pytest.raises(CheckpointError, match=words):
-        publish(folder, NAME, "owner", dry_run=words is None)
+        publish(folder, f"owner/{NAME}", dry_run=words is None)
 
 
 def test_checkpoints_of_this_tree_can_be_published():
@@ -199,13 +199,6 @@ def test_torch_hub_lists_and_makes_every_model():
     assert listed == set(bkn_zoo.list_models())
     assert all(name in module[name].__doc__ for name in listed)
     assert hub_load("inception_cifar_gn", num_classes=3).num_classes == 3
-
-
-def test_torch_hub_example_of_the_docs_runs():
-    code = re.search(r'torch.hub.load\("path/to/this/checkout", .*\)', (ROOT / "docs" / "hub.md").read_text())
-    model = eval(code[0].replace("path/to/this/checkout", str(ROOT)), {"torch": torch})
-    assert (model.name, model.training) == ("inception_v2_bkn", False)
-    assert model.config.accuracy["expected"]["top1"] > 60
 
 
 def test_torch_hub_finds_the_checkpoint_of_a_network(folder, monkeypatch):

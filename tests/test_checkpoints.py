@@ -13,7 +13,6 @@ from unittest.mock import Mock
 import pytest
 import safetensors.torch
 import torch
-import torchvision
 from huggingface_hub import ModelCard
 from shallow import KINDS
 from torch import nn
@@ -403,17 +402,12 @@ def filled(name, value):
     ("change", "options", "words"),
     [
         (filled("fc.weight", math.nan), {}, "fc.weight is not finite"),
-        (filled("conv.norm.running_var", math.inf), {}, "conv.norm.running_var is not finite"),
         (filled("fc.weight", 7e4), {}, "fc.weight reaches 7e.04, too large for torch.float16"),
-        (filled(f"{NORM}.raw_gain", -math.inf), {}, "raw_gain is not finite"),
         (filled(f"{NORM}.weight", 3e38), {}, "population output is not finite"),
         (lambda model: setattr(model, "fc", nn.Linear(1000, 3)), {}, r"fc\.weight is \(3, 1000\), but .*\(10, 1000\)"),
         (id, {"label_names": ["cat", "dog"]}, "label_names has 2 names, but num_classes is 10"),
-        (id, {"label_names": "ten".ljust(10)}, "label_names"),
-        (id, {"default_statistics": "batch"}, "default_statistics is 'batch'"),
         (id, {"accuracy": {"sample": {"top1": 171.0}}}, "accuracy.sample"),
         (id, {"training": {"loss": math.nan}}, "config.json cannot store"),
-        (id, {"preprocessing": {"size": 32}}, "preprocessing is"),
     ],
 )
 def test_save_refuses_models_that_cannot_be_loaded(change, options, words, tmp_path):
@@ -431,44 +425,27 @@ PIXELS = {"size": 32, "mean": [0, 0, 0], "std": [1, 1, 1]}
 DAMAGES = [
     (config(num_classes=11, label_names=None), [WEIGHTS, "fc.weight is (10, 1000)", "(11, 1000)"]),
     (config(num_classes=11), ["config.json", "label_names has 10 names, but num_classes is 11"]),
-    (config(num_classes=True), ["config.json", "num_classes is True"]),
     (config(num_classes=10**400, label_names=None), ["config.json", "num_classes is 1000", "but no tensor"]),
-    (config(label_names=[1] * 10), ["config.json", "label_names"]),
     (config(architecture="vgg_bkn"), ["config.json", "unknown model 'vgg_bkn'", "resnet101_bkn"]),
-    (config(architecture=["resnet101_bkn"]), ["config.json", "architecture"]),
-    (
-        config(architecture="inception_cifar_gn", norm="gn", norm_options={}),
-        [WEIGHTS, "which the network does not have"],
-    ),
     (config(norm="gn"), ["config.json", "norm is 'gn'", "'bkn'"]),
     (config(norm_options={"shared": 1}), ["config.json", "does not have the options 'shared'"]),
-    (config(statistics_batch_size=0), ["config.json", "statistics_batch_size is 0"]),
     (config(default_statistics="batch"), ["config.json", "default_statistics is 'batch'", "expected"]),
     (config(accuracy={"batch": {}}), ["config.json", "accuracy is 'batch'"]),
-    (config(training="long"), ["config.json", "training is 'long'"]),
     (config(versions={"torch": 2}), ["config.json", "versions"]),
-    (config(sha256={WEIGHTS: 2}), ["config.json", "sha256"]),
     (config(preprocessing={"size": 32}), ["config.json", "preprocessing.mean is missing"]),
-    *(
-        (config(preprocessing=PIXELS | change), [f"preprocessing.{name}" for name in change])
-        for change in ({"mean": [0, 0, 10**400]}, {"mean": [0]}, {"std": [1, 0, 1]}, {"interpolation": "sinc"})
-    ),
+    (config(preprocessing=PIXELS | {"std": [1, 0, 1]}), ["preprocessing.std"]),
     (config(preprocessing=PIXELS | {"size": 4097}), ["size is 4097, but must be a whole number of 1 to 4096"]),
     (config(format_version=2, new_field=1), ["config.json", "format_version is 2", "upgrade"]),
-    *((config(field), ["config.json", f"{field} is missing"]) for field in ("format_version", "norm_options")),
-    *((file("config.json", text), ["config.json", "JSON"]) for text in (b"", b"[1]", b"[" * 10**5)),
+    (config("norm_options"), ["config.json", "norm_options is missing"]),
+    *((file("config.json", text), ["config.json", "JSON"]) for text in (b"[1]", b"[" * 10**5)),
     (lambda folder: (folder / "config.json").unlink(), ["config.json does not exist"]),
-    *(
-        (lambda folder, name=name: ((folder / name).unlink(), (folder / name).mkdir()), [name, "restore it"])
-        for name in ("config.json", WEIGHTS)
-    ),
     (lambda folder: (folder / WEIGHTS).unlink(), ["checkpoint has no model.safetensors"]),
     (weights(fc__bias=None, fc__weight=None, hidden__bias=None, hidden__weight=None), [WEIGHTS, "and 1 more"]),
     (weights(fc__scale=torch.ones(1)), [WEIGHTS, "contains fc.scale, which the network does not have"]),
     (weights(fc__bias=torch.ones(10, 1)), [WEIGHTS, f"fc.bias is (10, 1), but {SMALL} with 10 classes needs (10,)"]),
     (weights(fc__bias=torch.full((10,), math.nan)), [WEIGHTS, "fc.bias contains infinite numbers or NaN"]),
     (file(WEIGHTS, lambda data: data[:-1] + bytes([data[-1] ^ 1])), [WEIGHTS, "SHA-256"]),
-    *((weights_bytes(end), [WEIGHTS, "truncated"]) for end in (0, 4, 100, -1)),
+    *((weights_bytes(end), [WEIGHTS, "truncated"]) for end in (0, -1)),
 ]
 
 
@@ -529,8 +506,7 @@ DAMAGED_SHARDS = [
     ),
     (file(SHARDS[1], lambda data: data[:-2]), [SHARDS[1], "truncated"]),
     (lambda folder: (folder / SHARDS[1]).unlink(), [SHARDS[1], "cannot be read", "No such file"]),
-    (lambda folder: ((folder / SHARDS[1]).unlink(), (folder / SHARDS[1]).mkdir()), [SHARDS[1]]),
-    *((file(INDEX, text), [INDEX]) for text in (b"{", b"[]", b'{"weight_map": []}', b'{"weight_map": {"fc.bias": 1}}')),
+    *((file(INDEX, text), [INDEX]) for text in (b'{"weight_map": []}', b'{"weight_map": {"fc.bias": 1}}')),
     (file(WEIGHTS, b""), [f"contains both {WEIGHTS} and {INDEX}"]),
 ]
 
@@ -655,37 +631,12 @@ def test_a_bkn_network_starts_from_its_bn_twin(shared):
     assert_same_tensors(plain.state_dict(), own)
 
 
-def test_resnet101_takes_the_weights_of_torchvision():
-    theirs = torchvision.models.resnet101(weights=None).eval()
-    randomize(theirs)
-    model, images = bkn_zoo.create_model("resnet101_bkn").eval(), torch.randn(1, 3, 64, 64)
-    load_batchnorm_weights(model, theirs.state_dict())
-    with torch.inference_mode():
-        wanted = theirs(images)
-        torch.testing.assert_close(model(images), wanted, rtol=1e-5, atol=1e-5 * wanted.abs().max().item())
-
-
-@pytest.mark.parametrize("named", [False, True], ids=["plain", "trained on whole batches"])
-def test_image_statistics_that_bn_never_kept_are_derived(named):
-    plain = {name: x for name, x in make("inception_cifar_bn").state_dict().items() if ".image_" not in name}
-    fresh = bkn_zoo.create_model("inception_cifar_bn").state_dict()
-    model = make()
-    load_batchnorm_weights(model, plain | {name: x for name, x in fresh.items() if named and ".image_" in name})
-    norm = model.get_submodule(NORM)
-    assert torch.equal(norm.image_mean, norm.running_mean)
-    assert torch.equal(norm.image_var, norm.running_var)
-    assert torch.equal(norm.image_spread, torch.zeros_like(norm.image_spread))
-    assert not any(".image_" in name for name in plain)
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (lambda state: state.pop("fc.bias"), "lacks fc.bias"),
-        (lambda state: state.pop("conv.norm.image_mean"), "lacks conv.norm.image_mean"),
         (lambda state: state.update(epoch=3), "contains epoch, which the network does not have"),
         (lambda state: state.update({"fc.weight": torch.ones(3, 1000)}), r"fc.weight is \(3, 1000\)"),
-        (lambda state: state.update({"fc.weight": 3}), "fc.weight is no tensor"),
     ],
 )
 def test_bn_weights_that_do_not_fit_leave_the_model_untouched(change, words):

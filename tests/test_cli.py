@@ -7,10 +7,7 @@ import logging
 import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -24,7 +21,6 @@ from bkn_zoo import cli
 from bkn_zoo.errors import HubNotFoundError
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.inference.classifier import Classifier
-from bkn_zoo.inference.engines import TorchEngine
 from bkn_zoo.modes import MODES
 
 COMMAND = "import sys; from bkn_zoo.cli import main; sys.exit(main())"
@@ -109,25 +105,12 @@ def test_folders_are_walked_in_order(call, photos):
     assert (found.code, found.err) == (0, f"bkn-zoo: {skipped}; convert images among them to JPEG or PNG\n{LOADING}")
 
 
-def test_json_names_checkpoint_mode_and_engine(call, photos, root):
-    found = call("classify", photos / "a.gif", photos / "b.PNG", "--format", "json", "--model", root / "small")
-    first, second = json.loads(found.out)
-    assert (first["file"], second["file"]) == (str(photos / "a.gif"), str(photos / "b.PNG"))
-    (weights,) = json.loads((root / "small" / "config.json").read_text())["sha256"].values()
-    about = {"model": str(root / "small"), "revision": None, "weights": weights, "statistics": "sample"}
-    assert about.items() <= first.items()
-    assert [set(p) for p in first["predictions"]] == [{"label", "score"}] * 5
-    everything = json.loads(call("classify", photos / "a.gif", "--format", "json", "--top-k", 100).out)
-    assert sorted(p["label"] for p in everything[0]["predictions"]) == sorted(LABELS)
-
-
-@pytest.mark.parametrize("format", ["table", "json", "csv"])
-def test_bad_files_are_named_and_good_ones_still_printed(call, photos, tmp_path, format):
+def test_bad_files_are_named_and_good_ones_still_printed(call, photos, tmp_path):
     broken, empty = tmp_path / "broken.png", tmp_path / "empty"
     broken.write_bytes((photos / "b.PNG").read_bytes()[:100])
     empty.mkdir()
     sources = [broken, photos / "b.PNG", tmp_path / "none.jpg", photos / "notes.txt", empty]
-    found = call("classify", *sources, "--format", format)
+    found = call("classify", *sources)
     assert found.code == 1
     assert str(photos / "b.PNG") in found.out
     assert "broken" not in found.out
@@ -169,13 +152,6 @@ def test_compare_shows_the_three_modes_side_by_side(call, photos, root):
     for mode in MODES:
         best = classifier(photos / "b.PNG", mode, top_k=1).predictions[0]
         assert f"{best.score:.4f}  {best.label}" in rows[0]
-
-
-def test_compare_shows_precisions_that_differ(call, photos, monkeypatch):
-    monkeypatch.setattr(TorchEngine, "precision_at", lambda self, mode: "f16" if mode == "population" else "f32")
-    title, _, times, *_ = call("compare", photos / "b.PNG").out.splitlines()
-    assert title.endswith("by small with torch on cpu")
-    assert re.findall(r" ms in (\w+)", times) == ["f16", "f32", "f32"]
 
 
 def test_list_shows_checkpoints_and_names_damaged_ones(call, root, tmp_path, monkeypatch):
@@ -240,7 +216,7 @@ def test_info_describes_a_checkpoint(call, root):
 
 MISUSES = (
     "", "fly", "classify", "classify x.png --top-k 0", "classify x.png --top-k 1.5", "classify x.png --statistics mean",
-    "classify x.png --format xml", "compare", "list more", "--log-level", "--log-level loud list",
+    "classify x.png --format xml", "compare", "list more",
 )  # fmt: skip
 
 
@@ -253,14 +229,10 @@ def test_misuse_exits_with_2_and_the_usage(arguments, capsys):
 
 
 def test_log_level_shows_what_the_package_logs(call, root, caplog, monkeypatch):
-    for variable, option, shown in (("warning", [], False), ("info", [], True), ("", ["--log-level", "info"], True)):
-        caplog.clear()
+    for variable, shown in (("warning", False), ("info", True)):
         monkeypatch.setenv("BKN_ZOO_LOG_LEVEL", variable)
-        assert call(*option, "info", "small").code == 0
+        assert call("info", "small").code == 0
         assert (f"small is in {root / 'small'}" in caplog.text) is shown
-        assert call(*option, "info", root / "small").code == 0
-        assert caplog.text.count(f"{root / 'small'}") == shown  # a path is not said to be in itself
-        assert {record.name for record in caplog.records} <= {"bkn_zoo.checkpoints.locate"}
     monkeypatch.setenv("BKN_ZOO_LOG_LEVEL", "loud")
     assert call("list").code == 2
     logging.getLogger("bkn_zoo").setLevel(logging.NOTSET)
@@ -300,7 +272,7 @@ def test_help_has_examples(command, capsys):
     assert caught.value.code == 0
     text = capsys.readouterr().out
     assert text.startswith("usage: bkn-zoo")
-    assert "example" in text or command == ["list"] or f"bkn-zoo {command[0]} " in text
+    assert "example" in text or f"bkn-zoo {command[0]} " in text
     assert all(len(line) <= 120 for line in text.splitlines())
 
 
@@ -310,41 +282,3 @@ def test_serve_without_its_packages_says_what_to_install(call, monkeypatch):
     found = call("serve")
     assert found.code == 2
     assert "pip install 'bkn-zoo[serve]'" in found.err
-
-
-def test_an_interruption_is_silent(call, monkeypatch):
-    def interrupt():
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("bkn_zoo.cli.show.list_checkpoints", interrupt)
-    found = call("list")
-    assert (found.code, found.out, found.err) == (128 + signal.SIGINT, "", "")
-
-
-def test_command_survives_a_closed_pipe_and_odd_file_names(photos, tmp_path, root):
-    """In a true process: more lines than the first reader of the pipe wants."""
-    odd = os.fsencode(tmp_path) + b"/caf\xe9.png"
-    with open(odd, "wb") as file:
-        file.write((photos / "b.PNG").read_bytes())
-    process = subprocess.Popen(
-        [sys.executable, "-c", COMMAND,
-         "classify", "--engine", "torch", "--model", str(root / "small"), odd, *[photos / "b.PNG"] * 200],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert process.stdout.readline().strip().endswith(b"caf\\udce9.png")
-    process.stdout.close()
-    assert process.stderr.read().startswith(b"bkn-zoo: loading")
-    assert process.wait(60) == 128 + signal.SIGPIPE
-
-
-def test_closed_pipe_is_not_an_error():
-    """Whatever is printed at the end only."""
-    gone, pipe = os.pipe()
-    os.close(gone)
-    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMMAND, "--version"], stdout=pipe, stderr=subprocess.PIPE, check=False, timeout=100,
-        cwd=Path(__file__).parent.parent, env=buffered | {"PYTHONPATH": "."},
-    )  # fmt: skip
-    os.close(pipe)
-    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")

@@ -6,6 +6,7 @@ import pickle
 import random
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,39 +15,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
+from families import FAMILIES
 from gpu import capture, gpu_only
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parameter import is_lazy
-from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
-from torchvision.models.regnet import BlockParams
 
 import bkn_zoo
 from bkn_zoo.conversion import BATCHNORM_GAIN, Converted, convert, prove, start_near_population
 from bkn_zoo.conversion.record import AT_CHECKPOINT
 from bkn_zoo.errors import ConversionError, InputError, UnknownNameError
-from bkn_zoo.norms import MODES, BatchKalmanNorm, BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalmanNorm3d, Belief
+from bkn_zoo.norms import MODES, BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalmanNorm3d
 
 timm = pytest.importorskip("timm")
 
 DATA = Path(__file__).parent / "data"
-FAMILIES = {
-    "densenet": lambda: torchvision.models.DenseNet(8, (2, 2, 2), 16, num_classes=10),
-    "dla": lambda: timm.create_model("dla46_c", num_classes=10),
-    "efficientnet": lambda: timm.create_model("test_efficientnet", num_classes=10),
-    "mobilenet_v3": lambda: torchvision.models.mobilenet_v3_small(num_classes=10),
-    "regnet": lambda: torchvision.models.RegNet(
-        BlockParams.from_init_params(depth=6, w_0=16, w_a=16.0, w_m=2.2, group_width=8, se_ratio=0.25), num_classes=10
-    ),
-    "repvgg": lambda: timm.create_model("test_byobnet", num_classes=10),
-    "resnet": lambda: timm.create_model("test_resnet", num_classes=10),
-    "resnet, preactivated": lambda: timm.create_model(
-        "resnetv2_50", num_classes=10, layers=(1, 2, 1), channels=(32, 64, 64), stem_chs=16
-    ),
-    "shufflenet": lambda: torchvision.models.shufflenet_v2_x0_5(num_classes=10),
-    "vovnet": lambda: timm.create_model("ese_vovnet19b_slim_dw", num_classes=10),
-}
 pytestmark = pytest.mark.filterwarnings("ignore:statistics=.* converted but not:RuntimeWarning")
 
 
@@ -97,10 +80,7 @@ def test_a_family_converts(family):
     converted = convert(original)
     images = torch.randn(4, 3, 64, 64)
     assert prove(original, converted, images).output <= 1e-9
-    with torch.no_grad():
-        expected = original.eval()(images)
-        assert (converted.eval()(images) - expected).abs().max() <= 1e-4 * expected.abs().max()
-    again = copy.deepcopy(converted).eval()
+    again = copy.deepcopy(converted.eval())
     for tensor in again.state_dict().values():
         tensor.zero_()
     result = again.load_state_dict(original.state_dict(), strict=False)
@@ -116,64 +96,19 @@ def test_a_family_converts(family):
     assert [name for name, p in again.named_parameters() if p.grad is None or not p.grad.isfinite().all()] == []
 
 
-@pytest.mark.parametrize("family", ["densenet", "mobilenet_v3", "resnet"])
-def test_population_outputs_stay_near_the_population(family):
-    original = stir(FAMILIES[family]()).double().eval()
-    converted = convert(original)
-    started = start_near_population(converted, gain=0.3)
-    norms = {name: norm for name, norm in converted.named_modules() if isinstance(norm, BatchKalmanNorm)}
-    assert started == list(norms)
-    images = torch.randn(2, 3, 64, 64, dtype=torch.float64)
-    torch.testing.assert_close(converted(images), original(images), rtol=1e-9, atol=1e-9)
-    for name in started:
-        assert norms[name].gain.item() == pytest.approx(0.3)
-        torch.testing.assert_close(norms[name].process_noise, norms[name].running_var)
-        torch.testing.assert_close(norms[name].center, norms[name].running_mean, check_dtype=False)
-    assert {f"{name}.center" for name in started} <= converted.no_weight_decay()
-
-
-@pytest.mark.parametrize("mode", [None, *MODES])
-def test_a_center_is_a_shift_of_the_features_below(mode):
-    kinds = ({}, {"centered": True})
-    plain, centered = (BatchKalmanNorm2d(4, 3, **kind).double().train(mode is None) for kind in kinds)
-    center, x = torch.randn(4).double(), torch.randn(2, 4, 5, 5, dtype=torch.float64)
-    with torch.no_grad():
-        for tensor in (plain.transition, plain.weight, plain.bias, plain.image_mean, plain.running_mean):
-            tensor.normal_()
-        plain.set_gain(0.3)
-        centered.load_state_dict(plain.state_dict())
-        centered.set_center(center)
-        centered.image_mean += center
-        centered.running_mean += center
-    groups = 1 if mode is None else 2
-    prior = Belief(torch.randn(groups, 3).double(), torch.rand(groups, 3).double())
-    wanted, given = plain(x, prior, mode), centered(x + center[:, None, None], prior, mode)
-    torch.testing.assert_close(given, wanted)
-    torch.testing.assert_close(centered.running_mean, plain.running_mean + center)
-
-
-def test_a_network_near_its_population_is_saved_and_loaded(tmp_path):
-    converted = convert(stir(FAMILIES["resnet"]())).eval()
-    start_near_population(converted)
-    again = convert(FAMILIES["resnet"]()).eval()
-    again.load_state_dict(converted.state_dict())
-    with pytest.raises(InputError, match="choose a number from 0 to 1"):
-        start_near_population(again, gain=-0.1)
-    network = bkn_zoo.create_model("timm:test_resnet", num_classes=10).eval()
-    network.load_state_dict(converted.state_dict())
-    bkn_zoo.save_pretrained(network, tmp_path / "network", label_names=[str(k) for k in range(10)])
-    stored = bkn_zoo.from_pretrained(tmp_path / "network")
-    images = torch.randn(2, 3, 64, 64)
-    for mode in MODES:
-        wanted = converted(images, statistics=mode)
-        torch.testing.assert_close(again(images, statistics=mode), wanted, rtol=0, atol=0)
-        torch.testing.assert_close(stored(images, statistics=mode), wanted, rtol=0.02, atol=0.02)
-
-
 def test_start_near_population_needs_a_pretrained_network():
-    whole = nn.Module().eval()
+    whole, x = nn.Module(), torch.randn(2, 3, 8, 8)
     whole.part = stir(nn.Sequential(conv(3, 4), norm(4), conv(4, 5), norm(5)))
-    assert start_near_population(convert(whole, only="part")) == ["part.1", "part.3"]
+    whole.eval()
+    converted = convert(whole, only="part")
+    assert start_near_population(converted, 0.3) == ["part.1", "part.3"]
+    torch.testing.assert_close(converted.part(x), whole.part(x))
+    for layer in (converted.part[1], converted.part[3]):
+        assert layer.gain.item() == pytest.approx(0.3)
+        torch.testing.assert_close((layer.center, layer.process_noise), (layer.running_mean, layer.running_var))
+    assert {"part.1.center", "part.3.center"} <= bkn_zoo.no_weight_decay(converted)
+    with pytest.raises(InputError, match="choose a number from 0 to 1"):
+        start_near_population(converted, gain=-0.1)
     for network in (convert(FAMILIES["resnet"]()), stir(FAMILIES["resnet"]())):  # untrained, and not converted
         with pytest.raises(InputError, match=r"pass a pretrained network from bkn_zoo\.convert"):
             start_near_population(network)
@@ -246,12 +181,6 @@ def test_the_transition_follows_the_convolution():
     assert channels_below(converted.n5) == [("n4", channel // 2) for channel in range(16)]
 
 
-def test_convolutions_without_a_norm_between_are_one_path():
-    layers = {"c1": conv(3, 8), "n1": norm(8), "c2": conv(8, 8, 8), "c3": conv(8, 12, 4), "c4": conv(12, 12, 2)}
-    converted = plan_of(lambda m, x: m.n2(m.c4(m.c3(m.c2(m.n1(m.c1(x).transpose(2, 3)))))), n2=norm(12), **layers)
-    assert shapes(converted)["n2"] == ((2, 6, 4),)
-
-
 def test_report_counts_a_channel_of_a_prior_once():
     """Also if several channels above read it, each for itself."""
     converted = convert(nn.Sequential(conv(3, 2), norm(2), conv(2, 4, 2), norm(4), conv(4, 3), norm(3)))
@@ -297,14 +226,6 @@ def test_padded_channels_have_no_belief():
     converted = plan_of(lambda m, x: m.n2(F.pad(m.n1(m.c1(x)), (1, 1, 1, 1, 1, 1))), **layers)
     assert priors(converted)["n2"] == {"n1": 4}
     assert shapes(converted)["n2"] == ((6, 4),)
-
-
-def test_pixels_as_channels_are_followed():
-    """A network may begin with them, as TResNet does."""
-    layers = {"c1": conv(12, 4), "n1": norm(4), "n2": norm(16)}
-    forward = lambda m, x: m.n2(F.pixel_unshuffle(m.n1(m.c1(F.pixel_unshuffle(x, 2))), 2))  # noqa: E731
-    converted = plan_of(forward, torch.randn(4, 3, 8, 8), **layers)
-    assert channels_below(converted.n2) == [("n1", channel // 4) for channel in range(16)]
 
 
 @pytest.mark.parametrize(
@@ -354,25 +275,6 @@ def test_calls_of_different_transitions_have_none():
     assert notes(converted)["n2"] == "none: its calls would need transitions of different shapes"
 
 
-class Joined(nn.Module):
-    def forward(self, x, *more, skip=None):
-        parts = [*(x if isinstance(x, list) else [x]), *more]
-        return torch.cat(parts if skip is None else [*parts, skip], 1)
-
-
-@pytest.mark.parametrize(
-    "join",
-    [lambda j, a, b: j(a, b), lambda j, a, b: j([a, b]), lambda j, a, b: j(a, skip=b)],
-    ids=["*", "list", "name"],
-)
-def test_modules_without_norms_are_followed(join):
-    layers = {"c1": conv(3, 4), "n1": norm(4), "c2": conv(3, 6), "n2": norm(6), "n3": norm(10)}
-    converted = plan_of(lambda m, x: m.n3(join(m.join, m.n1(m.c1(x)), m.n2(m.c2(x)))), join=Joined(), **layers)
-    assert priors(converted)["n3"] == {"n1": 4, "n2": 6}
-    assert shapes(converted)["n3"] == ((10,),)
-    assert converted.report.guesses == ()
-
-
 def test_unknown_operations_are_guessed_and_reported():
     layers = {"c1": conv(3, 4), "n1": norm(4), "n2": norm(4)}
     converted = plan_of(lambda m, x: m.n2(torch.cumsum(m.n1(m.c1(x)), 2)), **layers)
@@ -383,53 +285,12 @@ def test_unknown_operations_are_guessed_and_reported():
     assert [guess.split(":")[0] for guess in converted.report.guesses] == ["cumsum in inner.deeper (a Block)"]
 
 
-def test_tokens_in_the_batch_are_positions_of_their_image():
-    """Flattened into the batch they would each be normalized as an image of their own."""
-    layers = {"c1": conv(3, 4), "n1": norm(4), "fc": nn.Linear(4, 6), "n2": nn.BatchNorm1d(6)}
-
-    def forward(m, x):
-        x = m.fc(m.n1(m.c1(x)).flatten(2).transpose(1, 2))
-        return m.n2(x.flatten(0, 1)).reshape_as(x)
-
-    converted = plan_of(forward, **layers)
-    assert shapes(converted)["n2"] == ((6, 4),)
-    images = torch.randn(3, 3, 6, 6)
-    with torch.no_grad():
-        alone = converted.eval()(images[:1], statistics="sample")
-        torch.testing.assert_close(converted(images, statistics="sample")[:1], alone)
-    assert alone.std() > 0.1
-
-
-@pytest.mark.parametrize(
-    "flatten",
-    [
-        lambda m, x: x.reshape(-1, 3),
-        lambda m, x: x.view((-1, x.shape[-1])),
-        lambda m, x: torch.flatten(x, end_dim=-2),
-        lambda m, x: m.flatten(x),
-    ],
-)
-def test_a_network_may_begin_with_tokens(flatten):
-    network = Block(
-        lambda m, x: m.n1(m.fc(flatten(m, x))).view(x.shape[0], -1, 4),
-        fc=nn.Linear(3, 4), n1=nn.BatchNorm1d(4), flatten=nn.Flatten(0, -2),
-    )  # fmt: skip
-    with torch.no_grad():
-        normalized = convert(network).eval()(torch.randn(3, 7, 3), statistics="sample")
-    torch.testing.assert_close(normalized.var(1, correction=0), torch.ones(3, 4), rtol=1e-3, atol=1e-3)
-
-
 @pytest.mark.parametrize(
     "reduce",
     [
         lambda x: x.flatten(2).max(2).values,
-        lambda x: x.flatten(2).median(2)[0],
         lambda x: x.flatten(2).topk(3).values.mean(-1),
-        lambda x: x.mean(axis=(2, 3)),
-        lambda x: x.mean((2, 3), False),
-        lambda x: torch.var_mean(x, (2, 3))[1],
-        lambda x: x.var((2, 3), True),
-        lambda x: x.flatten(2).norm(1, 2),
+        lambda x: torch.var_mean(x, axis=(2, 3))[1],
         lambda x: torch.max(x, -x).amax((2, 3)),
     ],
 )
@@ -449,29 +310,6 @@ def test_a_norm_of_parameters_is_left():
     assert notes(converted)["n2"] == "left: its input has unknown channels"
 
 
-FRAMES = {
-    "viewed": lambda m, v: m.part(v.view(v.shape[0] * v.shape[1], *[v.shape[d] for d in (2, 3, 4)])).mean((2, 3)).view(
-        v.shape[0], v.shape[1], -1).mean(1),
-    "flattened": lambda m, v: m.part(v.flatten(0, 1)).mean((2, 3)).view(v.shape[0], -1, 5).mean(1),
-    "one by one": lambda m, v: torch.stack([m.part(v[:, t]).mean((2, 3)) for t in range(3)], 1).mean(1),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("way", FRAMES)
-def test_frames_are_positions_of_their_video(way):
-    part = nn.Sequential(conv(3, 4), norm(4), nn.ReLU(), conv(4, 5), norm(5))
-    original = stir(Block(FRAMES[way], part=part))
-    videos = torch.randn(3, 3, 3, 6, 6) * torch.tensor([1.0, 3.0, 0.3]).view(3, 1, 1, 1, 1)
-    converted = convert(original, statistics_batch_size=1)
-    prove(original, converted, videos)
-    assert priors(converted) == {"part.1": {}, "part.4": {"part.1": 4}}
-    assert converted.report.guesses == ()
-    assert converted.train()(videos).shape == (3, 5)
-    with torch.no_grad():
-        alone = converted.eval()(videos[1:2], statistics="sample")
-        torch.testing.assert_close(converted(videos, statistics="sample")[1:2], alone)
-
-
 def by_heads(m, x):
     """Two heads, which are flattened into the batch with their images."""
     images, rows, channels = x.shape
@@ -482,18 +320,8 @@ def by_heads(m, x):
 
 ALONG_ROWS = {
     "attention by heads": (by_heads, None),
-    "a layer of it": (
-        lambda m, x: m.layer(x, x, value=x)[0].flatten(0, 1), nn.MultiheadAttention(4, 2, batch_first=True),
-    ),
     "a layer of it, rows first": (
         lambda m, x: m.layer(*[x.transpose(0, 1)] * 3)[0].transpose(0, 1).flatten(0, 1), nn.MultiheadAttention(4, 2),
-    ),
-    "a mean by weights": (
-        lambda m, x: (x.transpose(1, 2).unsqueeze(1) @ m.qkv(x)[:, None, :, :1].softmax(2)).view(x.shape[0], 4), None,
-    ),
-    "the same by einsum": (
-        lambda m, x: torch.einsum("...lc,...l->...c", x[:, None], m.qkv(x)[:, None, :, 0].softmax(2)).view(
-            x.shape[0], 4), None,
     ),
     "recurrent": (lambda m, x: m.layer(x)[0].flatten(0, 1), nn.GRU(4, 2, batch_first=True, bidirectional=True)),
     "its state": (lambda m, x: m.layer(x)[1][0][-1], nn.LSTM(4, 4, 2, batch_first=True)),
@@ -519,34 +347,19 @@ def test_rows_that_attend_within_an_image_stay_with_it(way):
         torch.testing.assert_close(converted(images, statistics="sample"), torch.cat(alone))
 
 
-INTERLEAVED = "left: the rows of its input are not grouped by image"
-
-
 @pytest.mark.parametrize(
-    ("layer", "call"),
+    "way",
     [
-        (nn.MultiheadAttention(4, 2), lambda layer, x: layer(x, x, x)[0]),
-        (nn.LSTM(4, 4), lambda layer, x: layer(x)[0]),
-        (nn.TransformerEncoderLayer(4, 2, 4), lambda layer, x: layer(x)),
-        (None, lambda _, x: torch.einsum("blc, bmc -> mbc", x.softmax(1), x)),
+        lambda m, x: m.layer(*[x.transpose(0, 1)] * 3)[0].flatten(0, 1),
+        lambda m, x: m.layer(x, x, x)[0].transpose(0, 1).flatten(0, 1),
+        lambda m, x: torch.einsum("blc, bmc -> mbc", x.softmax(1), x).flatten(0, 1),
     ],
 )
-def test_norms_of_images_in_turn_are_left(layer, call):
+def test_norms_of_images_in_turn_are_left(way):
     """So are those of images that attend to one another."""
-    ways = [lambda m, x: call(m.layer, x.transpose(0, 1)).flatten(0, 1)]
-    ways += [lambda m, x: call(m.layer, x).transpose(0, 1).flatten(0, 1)]
-    for way in ways if layer else [lambda m, x: call(None, x).flatten(0, 1)]:
-        assert notes(convert(rows_of(way, layer), example=torch.randn(2, 3, 3, 3)))["n2"] == INTERLEAVED
-
-
-def test_a_sequence_is_followed():
-    layers = {"l1": nn.Linear(6, 8), "n1": nn.BatchNorm1d(8), "l2": nn.Linear(8, 8), "n2": nn.BatchNorm1d(8)}
-
-    def forward(m, x):
-        x = m.n1(m.l1(x).transpose(1, 2)).transpose(1, 2)
-        return m.n2(m.l2(torch.relu(x)).transpose(1, 2)).mean(2)
-
-    assert priors(plan_of(forward, torch.randn(4, 5, 6), **layers))["n2"] == {"n1": 8}
+    original = rows_of(way, nn.MultiheadAttention(4, 2))
+    note = notes(convert(original, example=torch.randn(2, 3, 3, 3)))["n2"]
+    assert note == "left: the rows of its input are not grouped by image"
 
 
 def test_a_part_gets_images_where_the_whole_has_them_in_turn():
@@ -583,23 +396,6 @@ def test_rows_behind_a_mask_are_refused_where_images_matter():
     torch.testing.assert_close(converted(x), original.eval()(x))
 
 
-@pytest.mark.parametrize(
-    ("take", "batch"),
-    [
-        (lambda batch: batch["image"], {"image": torch.randn(4, 3, 6, 6)}),
-        (lambda batch: batch[1], [torch.randn(4, 2, 9, 9), torch.randn(4, 3, 6, 6)]),
-    ],
-    ids=["dict", "list"],
-)
-def test_an_input_may_be_a_dict_or_a_list(take, batch):
-    layers = {"c1": conv(3, 4), "n1": norm(4), "c2": conv(4, 5), "n2": norm(5)}
-    model = stir(Block(lambda m, batch: {"out": m.n2(m.c2(m.n1(m.c1(take(batch)))))}, **layers))
-    converted = convert(model, example=(batch,))
-    prove(model, converted, batch)
-    assert priors(converted) == {"n1": {}, "n2": {"n1": 4}}
-    assert torch.export.export(converted.eval(), (batch,)).module()(batch)["out"].shape == (4, 5, 6, 6)
-
-
 def test_training_and_evaluation_may_run_other_code():
     layers = {"c1": conv(3, 4), "n1": norm(4), "aux": nn.Sequential(conv(4, 4), norm(4)), "c2": conv(4, 2)}
 
@@ -627,7 +423,6 @@ def test_training_and_evaluation_may_run_other_code():
         (nn.BatchNorm2d(4, momentum=None), (4, 3, 5, 5), BatchKalmanNorm2d),
         (nn.SyncBatchNorm(4), (4, 3, 5, 5), BatchKalmanNorm2d),
     ],
-    ids=["1d", "1d, sequences", "3d", "eps and momentum", "affine=False", "momentum=None", "synchronized"],
 )
 def test_every_kind_of_batch_norm(layer, shape, kind):
     mixing = {2: nn.Linear, 3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}[len(shape)]
@@ -672,43 +467,20 @@ class Louder(nn.BatchNorm2d):
         return 2 * super().forward(x)
 
 
-class Double(nn.Module):
-    def forward(self, weight):
-        return 2 * weight
-
-
 def test_norms_that_do_more_than_normalize_are_left():
     layers = {"c1": conv(3, 4), "n1": norm(4), "n2": nn.BatchNorm2d(4, track_running_stats=False), "n3": Louder(4)}
-    model = Block(lambda m, x: m.n6(m.n5(m.n3(m.n2(m.n1(m.c1(x)))))), n4=norm(4), n5=norm(4), n6=norm(4), **layers)
-    parametrize.register_parametrization(model.n5, "weight", Double())
-    model.n6.forward = lambda x: 2 * x
-    converted = convert(model)
+    model = Block(lambda m, x: m.n5(m.n3(m.n2(m.n1(m.c1(x))))), n4=norm(4), n5=norm(4), **layers)
+    model.n5.forward = lambda x: 2 * x
+    with pytest.warns(RuntimeWarning, match="1 of 2 batch norms were never called"):
+        converted = convert(model)
     assert notes(converted) == {
         "n1": "none: no norm below",
         "n2": "left: keeps no running statistics",
-        "n3": "left: a Louder, which does more than normalize",
+        "n3": "left: a Louder that does more than normalize",
         "n4": "left: never called",
-        "n5": "left: has parametrized weights",
-        "n6": "left: its forward was replaced",
+        "n5": "left: a BatchNorm2d that does more than normalize",
     }
     prove(model, converted, torch.randn(2, 3, 8, 8))
-
-
-@pytest.mark.parametrize(
-    "register",
-    ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook",
-     "register_full_backward_pre_hook"],
-)  # fmt: skip
-def test_a_norm_with_hooks_is_left_and_they_are_called(register):
-    calls = []
-    model = small()
-    getattr(model.get_submodule("1"), register)(lambda *_: calls.append(1))
-    converted = convert(model)
-    assert notes(converted)["1"].startswith("left: has hooks")
-    prove(model, converted, torch.randn(2, 3, 8, 8))
-    calls.clear()
-    converted(torch.randn(2, 3, 8, 8)).sum().backward()
-    assert calls == [1]
 
 
 def test_a_norm_of_several_names_is_one_norm():
@@ -732,22 +504,14 @@ def test_threads_choose_their_own_statistics():
     images = torch.randn(4, 3, 8, 8)
     with torch.no_grad():
         expected = {mode: converted(images, statistics=mode) for mode in MODES}
-        assert not torch.allclose(expected["sample"], expected["population"], atol=1e-3)
-        torch.testing.assert_close(converted(images[:1], statistics="sample"), expected["sample"][:1])
-    wrong = []
+    assert not torch.allclose(expected["sample"], expected["population"], atol=1e-3)
 
-    def call(mode):
+    def differs(mode):
         with torch.no_grad():
-            for _ in range(20):
-                if not torch.equal(converted(images, statistics=mode), expected[mode]):
-                    wrong.append(mode)
+            return any(not torch.equal(converted(images, statistics=mode), expected[mode]) for _ in range(20))
 
-    threads = [threading.Thread(target=call, args=(mode,)) for mode in MODES]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    with ThreadPoolExecutor() as threads:
+        assert not any(threads.map(differs, MODES))
     assert converted(images[:0]).shape == (0, 2, 8, 8)
     with pytest.raises(InputError, match="training mode"):
         converted.train()(images, statistics="sample")
@@ -790,20 +554,19 @@ def staged(reentrant=None):
 IMAGES = torch.randn(2, 4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
-def gradients(network, call, backward_each=False):
-    """Of two forward passes, which come before the two backward passes, or one for both."""
+def gradients(network, call):
+    """Of two forward passes, which come before the two backward passes."""
     losses = [(number + 1) * call(images).square().sum() for number, images in enumerate(IMAGES)]
-    for loss in losses if backward_each else [sum(losses)]:
+    for loss in losses:
         loss.backward()
     return {name: p.grad for name, p in network.named_parameters()}
 
 
-@pytest.mark.parametrize("backward_each", [False, True])
-def test_gradients_of_a_recomputed_part_are_exact(backward_each):
+def test_gradients_of_a_recomputed_part_are_exact():
     """The part's first norm takes the belief of a norm outside, which must be that of the same pass."""
     plain, recomputing = staged(), staged(reentrant=False)
-    wanted = gradients(plain, plain, backward_each)
-    torch.testing.assert_close(gradients(recomputing, recomputing, backward_each), wanted)
+    wanted = gradients(plain, plain)
+    torch.testing.assert_close(gradients(recomputing, recomputing), wanted)
     torch.testing.assert_close(dict(recomputing.named_buffers()), dict(plain.named_buffers()))  # moved once
     assert len(AT_CHECKPOINT) == 0
     model, images = Block(lambda m, x: checkpoint(m.body, x, use_reentrant=False), body=small()), IMAGES[0]
@@ -816,15 +579,14 @@ def test_a_reentrant_checkpoint_is_refused():
         network(IMAGES[0]).sum().backward()
 
 
-@pytest.mark.parametrize("reentrant", [None, False])
-def test_a_compiled_step_is_the_eager_one(reentrant):
-    plain, compiled = staged(), staged(reentrant)
-    run = torch.compile(compiled, backend="aot_eager", fullgraph=reentrant is None)
+def test_a_compiled_step_is_the_eager_one():
+    plain, compiled = staged(), staged()
+    run = torch.compile(compiled, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(gradients(compiled, run), gradients(plain, plain))
     torch.testing.assert_close(dict(compiled.named_buffers()), dict(plain.named_buffers()))
 
 
-@pytest.mark.parametrize(("mode", "strict"), [*((mode, False) for mode in MODES), ("sample", True)])
+@pytest.mark.parametrize(("mode", "strict"), [("expected", False), ("sample", True)])
 def test_an_exported_network_gives_the_same(mode, strict):
     network, images = staged().eval(), IMAGES[0]
     with warnings.catch_warnings(action="ignore"):  # that a record is opened and closed
@@ -835,35 +597,8 @@ def test_an_exported_network_gives_the_same(mode, strict):
     torch.testing.assert_close(program.module()(images[:3], statistics=mode), network(images[:3], statistics=mode))
 
 
-def replicas(network):
-    """A copy as nn.DataParallel makes it for each device."""
-    copies = {module: module._replicate_for_data_parallel() for module in network.modules()}
-    for module, twin in copies.items():
-        twin._modules = {name: copies[child] for name, child in module._modules.items()}
-        twin._parameters, twin._buffers = dict(module._parameters), dict(module._buffers)
-    return copies[network]
-
-
-def test_replicas_in_threads_give_what_the_network_gives():
-    network = staged()
-    with torch.no_grad():
-        wanted = [network(images) for images in IMAGES]
-    found = {}
-
-    def call(number, replica):
-        found[number] = replica(IMAGES[number]).detach()
-
-    threads = [threading.Thread(target=call, args=(number, replicas(network))) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    torch.testing.assert_close([found[0], found[1]], wanted)
-
-
-@pytest.mark.parametrize("reentrant", [None, False])
-def test_a_distributed_step_is_the_plain_one(reentrant):
-    plain, inner = staged(), staged(reentrant)
+def test_a_distributed_step_is_the_plain_one():
+    plain, inner = staged(), staged(reentrant=False)
     wanted = gradients(plain, plain)
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
@@ -879,7 +614,6 @@ def test_a_distributed_step_is_the_plain_one(reentrant):
     [
         ({}, BATCHNORM_GAIN, "population"),
         ({"initial_gain": 0.5}, 0.5, "population"),
-        ({"start": "scratch"}, 0.5, "population"),
         ({"start": "scratch", "statistics_batch_size": 1}, 0.5, "sample"),
         ({"start": "scratch", "statistics_batch_size": 2, "standardized_weights": True}, 0.1, "expected"),
         ({"start": "scratch", "statistics_batch_size": 2, "default_statistics": "sample"}, 0.5, "sample"),
@@ -887,26 +621,21 @@ def test_a_distributed_step_is_the_plain_one(reentrant):
     ],
 )
 def test_start_chooses_gain_and_mode(chosen, gain, mode):
-    model = FAMILIES["resnet"]()
-    with torch.no_grad():
-        model.train()(torch.randn(4, 3, 32, 32))
-        with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
-            converted = convert(model, **chosen)
-    norms = [norm for norm in converted.modules() if isinstance(norm, BatchKalmanNorm)]
+    converted = convert(small(), **chosen)
+    norms = [converted[place] for place in (1, 4)]
     assert all(norm.gain.item() == pytest.approx(gain) for norm in norms if norm.has_prior)
-    assert sum(norm.has_prior for norm in norms) == len(norms) - ("pretrained" not in chosen.values())
+    assert norms[0].has_prior == ("pretrained" in chosen.values())
     assert converted.default_statistics == mode
     assert f"a gain of {gain:g}, and {mode!r} statistics at inference" in str(converted.report)
 
 
 def test_impossible_starts_are_refused():
-    model = FAMILIES["resnet"]()
     with pytest.raises(InputError, match="the gain is 2: choose a number from 0 to 1"):
-        convert(model, initial_gain=2)
+        convert(small(), initial_gain=2)
     with pytest.raises(ConversionError, match="choose 'scratch' or 'pretrained'"):
-        convert(model, start="new")
+        convert(small(), start="new")
     with pytest.raises(ConversionError, match="convert it without standardized_weights"):
-        convert(stir(model), start="pretrained", standardized_weights=True)
+        convert(small(), start="pretrained", standardized_weights=True)
 
 
 @gpu_only
@@ -979,23 +708,22 @@ def test_an_error_in_a_call_leaves_nothing_behind():
 
 
 def test_a_converted_network_keeps_its_class_and_copies():
-    original = torchvision.models.resnet18(num_classes=10)
+    original = FAMILIES["resnet"]()
     converted = convert(original).eval()
-    assert isinstance(converted, torchvision.models.ResNet)
-    assert type(converted).__name__ == "ResNet"
+    assert isinstance(converted, timm.models.ResNet)
     assert str(converted).startswith("ConvertedResNet(")
-    assert "bn2): BatchKalmanNorm2d(64, " in str(converted)
     assert "below: layer1.0.bn1)" in str(converted)
+    assert converted.state_dict().keys() >= original.state_dict().keys()
     images = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         before = converted(images)
         for twin in (copy.deepcopy(converted), pickle.loads(pickle.dumps(converted))):
             assert type(twin) is type(converted)
             assert torch.equal(twin(images, statistics="sample"), converted(images, statistics="sample"))
-            twin.conv1.weight.zero_()
+            twin.conv1[0].weight.zero_()
             assert not torch.equal(twin(images), before)
             assert torch.equal(converted(images), before)
-    converted.fc = nn.Linear(512, 3)
+    converted.fc = nn.Linear(converted.num_features, 3)
     assert converted(images).shape == (2, 3)
 
 
@@ -1010,29 +738,14 @@ def test_converted_network_pickled_by_0_1_0_loads():
     network.train()(x).sum().backward()
 
 
-def test_converted_norm_keeps_class_names_and_attributes():
-    original = stir(nn.Sequential(conv(3, 4), norm(4), conv(4, 4), norm(4)))
-    converted = convert(original)
-    assert all(isinstance(converted[place], BatchKalmanNorm2d) for place in (1, 3))
-    assert converted.state_dict().keys() >= original.state_dict().keys()
-    assert dict(converted.named_parameters()).keys() >= dict(original.named_parameters()).keys()
-    for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
-        assert torch.equal(getattr(converted[1], name), getattr(original[1], name))
-    for kind in type(converted[1]).__mro__:  # no signature that contradicts its base
-        assert "forward" not in vars(kind) or kind.__module__.endswith("running") or kind is nn.Module
-
-
 class Anything(nn.Module):
     """What a traced network could not do."""
 
     def __init__(self, kind):
         super().__init__()
-        self.kind, self.plain, self.cache = kind, torch.zeros(()), {}
+        self.kind, self.cache = kind, {}
         self.first, self.backbone = norm(3), small()
         self.register_buffer("seen", torch.zeros(()))
-        self.noise = {
-            "torch": torch.Generator(), "numpy": np.random.default_rng(0), "python": random.Random(0),
-        }  # fmt: skip
 
     def forward(self, x=None, *rest, scale=1.0, **more):
         if self.kind == "control flow" and x.sum() > 0:
@@ -1041,15 +754,11 @@ class Anything(nn.Module):
             return torch.cat([self.backbone(row[None]) for row in self.first(x)])
         if self.kind == "buffer":
             self.seen = self.seen + 1
-        if self.kind == "data":
-            self.seen.data = self.seen + 1
-        if self.kind == "plain tensor":
-            self.plain += 1
         if self.kind == "no gradient":
             with torch.no_grad(), torch.autocast("cpu", enabled=False):
                 x = self.first(x)
         if self.kind == "drawn":
-            x = x + random.random() + np.random.rand() + torch.rand(1).item() + float(self.noise["numpy"].random())
+            x = x + random.random() + np.random.rand() + torch.rand(1).item()
         if self.kind == "cache":
             x = x + self.cache.setdefault("shift", self.seen.exp())
         if self.kind == "in place":
@@ -1057,28 +766,26 @@ class Anything(nn.Module):
         return self.backbone(self.first(x)) * scale + sum(map(len, rest)) + len(more)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["control flow", "iteration", "buffer", "data", "plain tensor", "no gradient", "drawn", "cache", "in place"],
-)
+def draw(seed=None):
+    if seed is not None:
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+    return random.random(), np.random.rand(), torch.rand(1).item()
+
+
+@pytest.mark.parametrize("kind", ["control flow", "iteration", "buffer", "no gradient", "drawn", "cache", "in place"])
 def test_any_python_code_converts(kind):
     original, images = stir(Anything(kind)).double(), torch.randn(4, 3, 8, 8, dtype=torch.float64)
     before = images.clone()
-    torch.manual_seed(0)
-    random.seed(0)
-    np.random.seed(0)
+    draw(seed=0)
     converted = convert(original, example=images)
-    drawn = random.random(), np.random.rand(), torch.rand(1).item()
-    random.seed(0)
-    np.random.seed(0)
-    torch.manual_seed(0)
-    assert drawn == (random.random(), np.random.rand(), torch.rand(1).item())
+    drawn = draw()
+    draw(seed=0)
+    assert drawn == draw()
     prove(original, converted, images)
     assert torch.equal(images, before)
-    assert (original.seen, original.plain, original.cache) == (0, 0, {})
-    assert (converted.seen, converted.plain, converted.cache) == (0, 0, {})
-    converted(images)
-    assert (converted.seen, converted.plain) == (float(kind in ("buffer", "data")), float(kind == "plain tensor"))
+    assert (original.seen, original.cache, converted.seen, converted.cache) == (0, {}, 0, {})
 
 
 def test_every_argument_is_the_original_s():
@@ -1118,16 +825,6 @@ def test_a_detector_trains_with_one_image():
     assert all(p.grad is not None for p in converted.parameters())
 
 
-def test_segmentation_trains_with_one_image():
-    """Of which global pooling leaves one value per channel: BN refuses that."""
-    model = torchvision.models.get_model("lraspp_mobilenet_v3_large", num_classes=4, weights_backbone=None)
-    converted = convert(model).train()
-    output = converted(torch.randn(1, 3, 64, 64))["out"]
-    output.square().mean().backward()
-    assert output.shape == (1, 4, 64, 64)
-    assert all(p.grad is not None for p in converted.parameters())
-
-
 def test_half_precision_and_float64_networks_keep_their_kind():
     for dtype in (torch.bfloat16, torch.float64):
         converted = convert(small().to(dtype)).eval()
@@ -1154,15 +851,10 @@ def test_an_image_s_statistics_before_training_are_warned_of():
 # Bad input
 
 
-def with_lock():
+def having(**attributes):
     model = small()
-    model.lock = threading.Lock()
-    return model
-
-
-def with_forward():
-    model = small()
-    model.forward = lambda x: x
+    for name, value in attributes.items():
+        setattr(model, name, value)
     return model
 
 
@@ -1186,67 +878,30 @@ class Weighted(nn.Module):
         (lambda: 3, "torch.nn.Module"),
         (lambda: nn.DataParallel(small()), ".module"),
         (lambda: torch.compile(small()), "._orig_mod"),
-        (with_lock, "cannot be copied (cannot pickle '_thread.lock' object)"),
+        (lambda: having(lock=threading.Lock()), "cannot be copied (cannot pickle '_thread.lock' object)"),
+        (lambda: having(report="a word"), "has an attribute or input report, which converted networks add: rename it"),
         (lambda: bkn_zoo.create_model("inception_cifar_bn"), "create_model('inception_cifar_bkn')"),
-        (with_forward, "was replaced"),
+        (lambda: having(forward=lambda x: x), "was replaced"),
         (Weighted, "input statistics"),
         (lambda: Block(lambda m, x: m.body(x["image"]), body=small()), "convert(model, example=inputs)"),
     ],
-    ids=[
-        "no norm", "converted", "lazy", "a norm", "all frozen", "no module", "parallel", "compiled", "lock", "zoo",
-        "forward", "statistics", "needs an example",
-    ],
-)  # fmt: skip
+)
 def test_refused_network_is_not_changed(model, words):
-    def look(given):
-        return (repr(given), *([m.training for m in given.modules()] if isinstance(given, nn.Module) else ()))
-
-    def numbers(given):
-        state = given.state_dict() if isinstance(given, nn.Module) else {}
-        return {name: tensor.clone() for name, tensor in state.items() if not (is_lazy(tensor) or tensor.is_meta)}
-
     given = model()
-    before, state = look(given), numbers(given)
+    before = repr(given)
     with pytest.raises(ConversionError) as caught:
         convert(given)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
     assert ". " not in str(caught.value)
-    assert look(given) == before
-    torch.testing.assert_close(numbers(given), state, rtol=0, atol=0)
+    assert repr(given) == before
 
 
-def test_a_wrong_example_or_part_is_refused_with_the_reason():
-    with pytest.raises(ConversionError, match=r"does not accept the example and fails at .*: correct the example"):
-        convert(small(), example=torch.randn(2, 5, 8, 8))
+def test_a_wrong_part_is_refused_with_the_reason():
     with pytest.raises(UnknownNameError, match="has no part 'body': choose from stem, body_, top"):
         convert(Block(lambda m, x: x, stem=small(), body_=small(), top=small()), only="body")
     with pytest.raises(ConversionError, match=r"the part '0\.0' contains no batch norm"):
         convert(nn.Sequential(small()), only="0.0")
-
-
-def test_only_pytorch_s_own_wrappers_are_taken_for_such():
-    assert isinstance(convert(nn.DataParallel(small()), only="module").module, Converted)
-
-    class DataParallel(nn.Module):  # of whoever wrote the network
-        def __init__(self):
-            super().__init__()
-            self.body = small()
-
-        def forward(self, model):
-            return self.body(model)
-
-    network, images = DataParallel().eval(), torch.randn(2, 3, 8, 8)
-    torch.testing.assert_close(convert(network)(model=images), network(images))
-
-
-@pytest.mark.parametrize("name", ["report", "foldable", "statistics_batch_size", "default_statistics"])
-def test_names_of_a_converted_network_are_refused(name):
-    for value in (nn.Identity(), nn.Parameter(torch.ones(1)), "a word"):
-        model = Block(lambda m, x: m.body(x), body=small())
-        setattr(model, name, value)
-        with pytest.raises(ConversionError, match=f"Block has an attribute or input {name}, .*: rename it"):
-            convert(model)
 
 
 # Proof
@@ -1257,16 +912,6 @@ class Output:
     logits: Tensor
     hidden: tuple[Tensor, ...]
     note: str = "a word"
-
-
-def test_default_statistics_of_a_converted_network_are_checked():
-    converted = convert(Block(lambda m, x: m.body(x), body=small()), only="body")
-    assert converted.body.default_statistics == "population"
-    with pytest.raises(UnknownNameError, match="unknown statistics 'nonsense'"):
-        converted.body.default_statistics = "nonsense"
-    converted.body.default_statistics = "sample"
-    for same in (converted, copy.deepcopy(converted)):
-        assert same.body.default_statistics == "sample"
 
 
 def test_outputs_of_any_kind_are_proved_from_a_seed():
@@ -1285,20 +930,11 @@ def test_outputs_of_any_kind_are_proved_from_a_seed():
         prove(model, converted, images)
 
 
-@pytest.mark.parametrize("change", ["running_var", "gradient"])
-def test_a_wrong_conversion_is_not_proved(change):
+def test_a_wrong_conversion_is_not_proved():
     model = small()
     converted = convert(model)
-    if change == "running_var":
-        with torch.no_grad():
-            converted.get_submodule("4").running_var.mul_(1.01)
-    else:
-
-        class Detached(nn.Sequential):
-            def forward(self, x):
-                return super().forward(x).detach() + self[6](x[:, :1].repeat(1, 8, 1, 1))
-
-        model.__class__ = Detached
+    with torch.no_grad():
+        converted.get_submodule("4").running_var.mul_(1.01)
     with pytest.raises(ConversionError, match="differs from the original"):
         prove(model, converted, torch.randn(4, 3, 8, 8))
 

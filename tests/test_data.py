@@ -5,7 +5,6 @@ import os
 import pickle
 import re
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,11 +14,11 @@ from PIL import Image
 from torch.testing import assert_close
 
 from bkn_zoo.errors import InputError
-from bkn_zoo.images import Preprocessing, open_image
+from bkn_zoo.images import Preprocessing
 from bkn_zoo.training import datasets
 from bkn_zoo.training.augmentation import generator, mix, random_crop, vary
 from bkn_zoo.training.data import evaluation_batches, training_batches
-from bkn_zoo.training.datasets import ArrayImages, Data, FileImages, decoded_once, load_data
+from bkn_zoo.training.datasets import ArrayImages, Data, load_data
 from bkn_zoo.training.recipes import Augmentation
 
 CPU = torch.device("cpu")
@@ -74,9 +73,7 @@ def test_cifar10_keeps_labels_channels_and_rows(tmp_path):
 
 
 def test_cifar100_takes_the_fine_labels(tmp_path):
-    pixels = np.zeros((10, 3072), dtype=np.uint8)
-    pixels[:, 0] = np.arange(10)
-    content = {b"data": pixels, b"fine_labels": list(range(90, 100)), b"coarse_labels": [1] * 10}
+    content = {b"data": np.zeros((10, 3072), np.uint8), b"fine_labels": [*range(90, 100)], b"coarse_labels": [1] * 10}
     for name in ("train", "test"):
         pickled(tmp_path / "cifar-100-python" / name, content)
     names = [f"fine {k}".encode() for k in range(100)]
@@ -84,7 +81,6 @@ def test_cifar100_takes_the_fine_labels(tmp_path):
     data = load_data("cifar100", tmp_path, size=48)
     assert (data.label_names[99], data.preprocessing.size) == ("fine 99", 48)
     assert data.test.labels.tolist() == list(range(90, 100))
-    assert (data.train.images[:, 0, 0, 0].long() + 90 == data.train.labels).all()
 
 
 class Malicious:
@@ -99,12 +95,11 @@ ZEROS = {b"data": np.zeros((4, 3072), dtype=np.uint8)}
     ("file", "content", "says"),
     [
         ("data_batch_3", {b"data": Malicious(), b"labels": []}, r"is not the official file .*mkdir"),
-        ("data_batch_4", ZEROS, r"is not the official file \(it lacks b'labels'\)"),
-        ("batches.meta", ZEROS, r"is not the official file \(it lacks b'label_names'\)"),
+        ("data_batch_4", ZEROS, r"is not the official file \(b'labels'\)"),
         ("data_batch_2", b"cut off", "is not the official file"),
         ("data_batch_2", None, "does not exist"),
     ],
-    ids=["malicious", "labels", "names", "truncated", "missing"],
+    ids=["malicious", "labels", "truncated", "missing"],
 )
 def test_unusable_cifar_file_is_named_and_runs_nothing(tmp_path, monkeypatch, file, content, says):
     monkeypatch.chdir(tmp_path)
@@ -135,8 +130,10 @@ def tiny(tmp_path):
     return tmp_path
 
 
-def test_tiny_imagenet_is_numbered_as_wnids(tiny):
-    """And tested on its annotated images."""
+@pytest.mark.parametrize("chunk", [1000, 3])
+def test_tiny_imagenet_is_numbered_as_wnids(tiny, monkeypatch, chunk, capsys):
+    """And tested on its annotated images, whether one process decodes them or several."""
+    monkeypatch.setattr(datasets, "CHUNK", chunk)
     data = load_data("tiny_imagenet", tiny, size=128, validation=0.2)
     assert data.label_names == ["goldfish", "tench"]
     assert (data.preprocessing.size, data.preprocessing.native_size) == (128, 64)
@@ -150,54 +147,11 @@ def test_tiny_imagenet_is_numbered_as_wnids(tiny):
     data = load_data("tiny_imagenet", tiny)
     assert data.label_names == ["crane", "crane, a bird"]
     assert (data.test.images[1] == 77).all()
-
-
-@pytest.mark.parametrize(
-    ("file", "text", "says"),
-    [
-        ("val/val_annotations.txt", "val_0.JPEG\tn99\t0\t0\t9\t9\n", "has 'val_0.*a class that wnids.txt lacks"),
-        ("val/val_annotations.txt", "nonsense\n", "has 'nons.*a class that wnids.txt lacks"),
-        *((file, None, "does not exist") for file in ("wnids.txt", "words.txt", "val/val_annotations.txt")),
-    ],
-)
-def test_tiny_imagenet_names_an_unusable_official_file(tiny, file, text, says):
-    (tiny / file).write_text(text) if text else (tiny / file).unlink()
-    with pytest.raises(InputError, match=f"{Path(file).name} {says}"):
-        load_data("tiny_imagenet", tiny)
-
-
-def test_tiny_imagenet_decoded_by_several_processes_is_equal(tiny, monkeypatch):
-    for k, path in enumerate(sorted(tiny.rglob("*.JPEG"))):
-        write_image(path, (20 * k, 10, 240), (64, 64))
-    alone = load_data("tiny_imagenet", tiny)
-    monkeypatch.setattr(datasets, "CHUNK", 3)
-    together = load_data("tiny_imagenet", tiny)
-    for split in ("train", "validation", "test"):
-        assert torch.equal(getattr(alone, split).images, getattr(together, split).images)
-        assert torch.equal(getattr(alone, split).labels, getattr(together, split).labels)
-    assert len(set(alone.train.images[:, 0, 0, 0].tolist())) == 9
-
-
-@pytest.mark.parametrize("bad", ["not an image", "of another size"])
-def test_tiny_imagenet_leaves_out_a_corrupt_image(tiny, capsys, bad):
-    path = tiny / "train" / "n01" / "images" / "n01_2.JPEG"
-    write_image(path, (1, 2, 3), (64, 65))
-    if bad == "not an image":
-        path.write_bytes(b"no image")
+    write_image(tiny / "train" / "n01" / "images" / "n01_2.JPEG", (1, 2, 3), (64, 65))
+    (tiny / "train" / "n01" / "images" / "n01_3.JPEG").write_bytes(b"no image")
     data = load_data("tiny_imagenet", tiny, validation=0.2)
-    assert re.search(r"n01_2.JPEG cannot be read .*1 so far", capsys.readouterr().err)
-    assert torch.cat([data.train.labels, data.validation.labels]).bincount().tolist() == [5, 4]
-
-
-def test_decoded_images_are_read_again_and_nothing_else_runs(tmp_path):
-    data, decoded = array_data(), list[int]()
-    for root in ("first", "first", "second"):
-        found = decoded_once(tmp_path / "kept", "mine", tmp_path / root, lambda: decoded.append(1) or data)
-        assert torch.equal(found.train.images, data.train.images)
-        assert (found.label_names, found.preprocessing) == (data.label_names, data.preprocessing)
-    assert len(decoded) == 2
-    with pytest.raises(pickle.UnpicklingError):
-        decoded_once(tmp_path / "kept", "odd", tmp_path, Path)
+    assert re.search(r"n01_2.JPEG cannot be read .*1 so far.*n01_3.JPEG", capsys.readouterr().err, re.DOTALL)
+    assert torch.cat([data.train.labels, data.validation.labels]).bincount().tolist() == [5, 3]
 
 
 # Trees of files
@@ -221,12 +175,10 @@ def test_tree_without_splits_has_no_test_images(tmp_path):
 @pytest.mark.parametrize(
     ("names", "validation", "test"),
     [
-        *((("train", name), "train", name) for name in ("val", "valid", "dev", "eval")),
-        *((("train", name, "test"), name, "test") for name in ("val", "validation", "eval")),
+        (("train", "eval"), "train", "eval"),
+        (("train", "val", "test"), "val", "test"),
         (("training", "VALIDATION", "Testing"), "VALIDATION", "Testing"),
-        (("train", "dev", "eval"), "dev", "eval"),
     ],
-    ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",
 )
 def test_splits_are_found_by_their_names(tmp_path, names, validation, test):
     """Beside a test set val is what choices are made on; alone, or beside unlabelled images, it is the test set."""
@@ -255,25 +207,18 @@ def test_classes_that_are_not_trained_on_are_refused(tmp_path, split):
 
 def test_other_files_are_counted_and_links_followed_once(tmp_path, capsys):
     photos = write_tree(tmp_path / "photos")
-    load_data("folder", photos)
-    assert capsys.readouterr().err == ""
-    apple, bean, more = photos / "apple", photos / "bean", tmp_path / "more"
+    apple, bean = photos / "apple", photos / "bean"
     (apple / "0.png").rename(apple / "0")
     for name in ("a.HEIC", "b.heic"):
         (bean / name).touch()
-    write_image(more / "1.png", (1, 2, 3))
-    write_image(more / "deep" / "2.png", (1, 2, 3))
-    Image.new("RGB", (20, 20)).save(more / "3.jfif", "JPEG")
-    links = {"linked": more, "again": more / "deep", "up": "..", "own": ".", "photos": tmp_path}
-    for name, to in links.items():
+    write_image(tmp_path / "more" / "1.png", (1, 2, 3))
+    for name, to in {"linked": tmp_path / "more", "again": tmp_path / "more", "up": "..", "own": "."}.items():
         (apple / name).symlink_to(to)
-    (more / "round").symlink_to(apple)
     data = load_data("folder", photos)
     found = sorted(str(path.relative_to(apple)) for path in data.split("all").paths if path.is_relative_to(apple))
-    assert found == ["1.png", "2.png", "3.png", "4.png", "5.png", "again/2.png", "linked/1.png", "linked/3.jfif"]
+    assert found == ["1.png", "2.png", "3.png", "4.png", "5.png", "again/1.png"]
     said = f"skipped files in {photos} without the suffix of a supported image format: 1 without a suffix, 2 .heic"
     assert capsys.readouterr().err == f"{said}; convert images among them to JPEG or PNG\n"
-    assert open_image(apple / "linked" / "3.jfif").size == (20, 20)
     for path in bean.glob("*.png"):
         path.unlink()
     with pytest.raises(InputError, match=r"bean contains no images \(skipped files in .* 2 \.heic; .*\): add some"):
@@ -357,18 +302,12 @@ def test_batches_of_files_carry_labels_with_and_without_workers(tmp_path):
     assert same(batches(data, augmentation=crops), batches(data, augmentation=crops, workers=1))
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_files_are_decoded_once(tmp_path, workers):
+def test_files_are_decoded_once(tmp_path):
     data = load_data("folder", write_tree(tmp_path, per_class=10), size=16)
-    first = batches(data, workers=workers)
+    first = batches(data)
     for path in data.train.paths:
         path.unlink()
-    assert same(batches(data, workers=workers), first)
-
-
-def test_too_few_images_for_a_batch_are_an_error():
-    with pytest.raises(InputError, match="7 training images do not fill a batch of 8"):
-        batches(array_data(count=7))
+    assert same(batches(data), first)
 
 
 # Preprocessing
@@ -410,8 +349,12 @@ def test_variation_is_drawn_by_its_numbers_and_stays_in_range(change):
     assert not torch.equal(after, varied(before, seed=2, **change))
 
 
-def test_crop_shifts_by_whole_pixels():
+def test_crop_shifts_by_whole_pixels_and_flip_mirrors_half():
     image = pixels(1)[0]
+    after = varied(image.expand(200, *image.shape), flip=True)
+    mirrored, kept = ((after - one).abs().amax((1, 2, 3)) < 1e-4 for one in (image.flip(2), image))
+    assert (mirrored ^ kept).all()
+    assert 70 < mirrored.sum() < 130
     places = [(dy, dx) for dy in range(-2, 3) for dx in range(-2, 3)]
     shifted = {(dy, dx): image[:, 4 + dy : 12 + dy, 4 + dx : 12 + dx] for dy, dx in places}
     shifts = set()
@@ -420,22 +363,6 @@ def test_crop_shifts_by_whole_pixels():
         (found,) = (place for place, part in shifted.items() if torch.allclose(inner, part, atol=1e-4))
         shifts.add(found)
     assert {dy for dy, _ in shifts} == {dx for _, dx in shifts} == {-2, -1, 0, 1, 2}
-
-
-def test_flip_mirrors_about_half_of_the_images():
-    image = pixels(1)[0]
-    after = varied(image.expand(200, *image.shape), flip=True)
-    mirrored, kept = ((after - one).abs().amax((1, 2, 3)) < 1e-4 for one in (image.flip(2), image))
-    assert (mirrored ^ kept).all()
-    assert 70 < mirrored.sum() < 130
-
-
-def test_scale_never_shows_less_than_it_says():
-    """On an image whose value is its column, the range that is seen is the width of the part."""
-    after = varied(torch.linspace(0, 1, 64).expand(100, 3, 64, 64), scale=0.25)
-    widths = after[:, 0].amax((1, 2)) - after[:, 0].amin((1, 2))
-    assert 0.5 * 0.75 < widths.min() < 0.7  # a side of half, narrowed at most by exp(-0.25)
-    assert widths.max() > 0.9
 
 
 def test_random_crops_come_from_the_whole_photograph():
@@ -449,30 +376,6 @@ def test_random_crops_come_from_the_whole_photograph():
     assert widths.max() > 1.5
     assert crops.min() < 0.1
     assert crops.max() > 0.9
-
-
-def test_rotation_turns_about_the_centre():
-    """By no more than it says, and without black corners."""
-    line = torch.zeros(3, 33, 33)
-    line[:, 16] = 1
-    found = varied(line.expand(50, 3, 33, 33), rotate=20.0)
-    assert (found[:, 0, 16, 16] > 0.9).all()
-    ends = found[:, 0, :, 30].argmax(1) - 16  # fourteen columns off the centre
-    angles = torch.rad2deg(torch.atan(ends / 14.0))
-    assert -23 < angles.min() < -10
-    assert 10 < angles.max() < 23
-    assert (varied(torch.ones(20, 3, 33, 33), rotate=30.0) > 0.99).all()
-
-
-def test_erase_blanks_a_square_with_the_mean():
-    before = pixels(1)[0]
-    after = varied(before.expand(20, *before.shape), erase=0.5)
-    blank = (after - torch.tensor(PLAIN.mean).view(1, 3, 1, 1)).abs().amax(1) < 1e-6
-    untouched = (after - before).abs().amax(1) < 1e-4
-    assert (blank | untouched).all()
-    areas = blank.sum((1, 2))
-    assert areas.max() in (49, 56, 64, 72, 81)  # 8 x 8, a pixel more or less
-    assert areas.min() >= 9  # a corner is the least that can be inside
 
 
 def test_mixup_joins_images_and_targets_by_the_same_share():
@@ -501,23 +404,16 @@ def test_cutmix_targets_are_the_mixed_areas():
 # Bad input
 
 
-@pytest.mark.parametrize("name", ["folder", "cifar10", "cifar100", "tiny_imagenet"])
-def test_missing_folder_unknown_data_or_share_is_refused(tmp_path, name):
-    for place, share, data, says in [
-        (tmp_path / "nowhere", 0.1, name, r"there is no folder .*nowhere"),
-        (tmp_path, 0.1, name, str(tmp_path)),
-        (tmp_path, 0.1, "mnist", r"unknown data set 'mnist'.*cifar10, cifar100, tiny_imagenet, folder"),
-        *((tmp_path, share, name, "between 0 and 1") for share in (0.0, 1.0, float("nan"))),
-    ]:
-        with pytest.raises(InputError, match=says):
-            load_data(data, place, validation=share)
-
-
 def test_trees_that_cannot_be_trained_on_are_refused(tmp_path):
     def refused(root, says):
         with pytest.raises(InputError, match=says):
             load_data("folder", root)
 
+    for name in ("folder", "cifar10", "tiny_imagenet"):
+        with pytest.raises(InputError, match=r"there is no folder .*nowhere"):
+            load_data(name, tmp_path / "nowhere")
+    with pytest.raises(InputError, match=r"unknown data set 'mnist'.*cifar10, cifar100, tiny_imagenet, folder"):
+        load_data("mnist", tmp_path)
     refused(write_tree(tmp_path / "one", per_class=1), "too few images")
     write_tree(tmp_path / "above" / "photos")
     refused(tmp_path / "above", "only one class, 'photos': pass the folder that has one subfolder per class")
@@ -528,11 +424,6 @@ def test_trees_that_cannot_be_trained_on_are_refused(tmp_path):
     refused(tmp_path / "both", r"val/bean contains no images")
     shutil.copytree(tmp_path / "both" / "train", tmp_path / "both" / "valid")
     refused(tmp_path / "both", "contains val and valid: keep only one of them")
-
-
-@pytest.fixture
-def files(tmp_path):
-    return load_data("folder", write_tree(tmp_path, per_class=10), size=16, validation=0.5)
 
 
 def test_corrupt_image_is_replaced_in_training(tmp_path, capsys):
@@ -554,7 +445,8 @@ def test_corrupt_image_is_replaced_in_training(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("batch", [1, 4])
-def test_corrupt_image_is_left_out_of_an_evaluation(files, capsys, batch):
+def test_corrupt_image_is_left_out_of_an_evaluation(tmp_path, capsys, batch):
+    files = load_data("folder", write_tree(tmp_path, per_class=10), size=16, validation=0.5)
     files.validation.paths[4].write_bytes(b"not an image")
     found = list(evaluation_batches(files, files.validation, batch, CPU))
     assert "cannot be read" in capsys.readouterr().err
@@ -565,21 +457,3 @@ def test_corrupt_image_is_left_out_of_an_evaluation(files, capsys, batch):
         path.write_bytes(b"")
     with pytest.raises(InputError, match="none of the image files can be read"):
         list(training_batches(files, 4, 0, 0, STILL, CPU))
-
-
-def test_class_that_is_all_corrupt_is_refused(files, capsys):
-    for path in files.split("all").paths:
-        if path.parent.name == "bean":
-            path.write_bytes(b"not an image")
-    says = "none of the 5 images of 'bean' can be read, such as .*: replace them, or remove the class"
-    with pytest.raises(InputError, match=says):
-        list(training_batches(files, 1, 0, 0, STILL, CPU))
-    with pytest.raises(InputError, match=says):
-        list(evaluation_batches(files, files.validation, 1, CPU, strict=True))
-    assert capsys.readouterr().err.count("cannot be read") == 2  # the first of each
-    # Of the validation while a training runs, which can go on without.
-    assert len(list(evaluation_batches(files, files.validation, 1, CPU))) == 5
-    rows = [next(k for k, x in enumerate(files.train.labels) if x == label) for label in set(files.train.labels)]
-    alone = FileImages([files.train.paths[row] for row in rows], [files.train.labels[row] for row in rows])
-    with pytest.raises(InputError, match=r"the only image of 'bean' cannot be read \(.*\): replace it, or remove"):
-        list(evaluation_batches(files, alone, 1, CPU, strict=True))

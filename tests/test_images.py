@@ -133,9 +133,6 @@ def test_unsupported_image_sources_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(reading, "open", raising(PermissionError(13, "Permission denied")), raising=False)
     for source, kind, words in (
         ("http://127.0.0.1:9/cat.png", ImageError, r"there is no file 'http.*URLs are not followed"),
-        ("file:///etc/passwd", ImageError, "there is no file"),
-        ("data:image/png;base64,AAAA", ImageError, "there is no file"),
-        ("", ImageError, "there is no file"),
         ("a\0b", ImageError, "there is no file"),
         (tmp_path, ImageError, "is not a file"),
         (tmp_path / "pipe", ImageError, "is not a file"),

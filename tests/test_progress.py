@@ -5,12 +5,9 @@ import subprocess
 import sys
 import termios
 import threading
-import time
 
 import pytest
-from hub_server import HubServer
-from PIL import Image
-from service_process import ROOT, save_small_checkpoint
+from service_process import ROOT
 
 WORK = """
 import time
@@ -71,24 +68,3 @@ def test_without_a_terminal_there_are_lines_or_nothing(lines):
     done = subprocess.run(command, capture_output=True, text=True, env=path, timeout=60, check=True)
     assert done.stderr.startswith("counting: ") is lines
     assert done.stdout == ""
-
-
-def test_download_is_shown_on_a_terminal(tmp_path, monkeypatch):
-    """And the check of its weights, and its engine; test_hub.py sees that nothing is shown elsewhere."""
-    save_small_checkpoint(tmp_path / "mine")
-    (tmp_path / "server").mkdir()
-    server = HubServer(tmp_path / "server", "hf_token")
-    server.create("owner/mine")
-    server.add("owner/mine", {path.name: path.read_bytes() for path in (tmp_path / "mine").iterdir()})
-    Image.radial_gradient("L").save(tmp_path / "photo.png")
-    monkeypatch.chdir(tmp_path)
-    patient = "import sys, bkn_zoo.progress as p, bkn_zoo.cli as cli; p.PATIENCE = 0; sys.exit(cli.main())"
-    command = [sys.executable, "-c", patient, "classify", "photo.png", "--model", "owner/mine", "--engine", "torch"]
-    hub = {"HF_ENDPOINT": server.endpoint, "HF_TOKEN": "hf_token", "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "*"}
-    begun = time.monotonic()
-    shown, done = shown_in_terminal(command, **hub, HF_HUB_OFFLINE="0", HF_HOME=str(tmp_path / "home"))
-    server.shutdown()
-    assert done.returncode == 0, (shown, time.monotonic() - begun)
-    assert done.stdout.startswith(b"photo.png\n")
-    for what in ("Fetching", "checking weights", "preparing inception_cifar_bkn"):
-        assert what in shown

@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import pty
-import resource
 import select
 import socket
 import subprocess
@@ -16,15 +15,12 @@ from image_trees import write_noise
 
 import bkn_zoo
 from bkn_zoo import cli
-from bkn_zoo.checkpoints.locate import NETWORKS, default_checkpoint
-from bkn_zoo.checkpoints.provenance import environment
+from bkn_zoo.checkpoints.locate import default_checkpoint
 from bkn_zoo.cli import options
-from bkn_zoo.cli.command import COMMANDS
-from bkn_zoo.cli.train_options import AUGMENTATION, FIELDS, train_parser
-from bkn_zoo.cli.train_options import parse_training as parse
+from bkn_zoo.cli.train import AUGMENTATION, FIELDS, train_parser
+from bkn_zoo.cli.train import parse_training as parse
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.training.recipes import Augmentation, Recipe
-from bkn_zoo.training.state import best_mode
 from service import command as service_command  # noqa: F401
 from service.settings import read_settings
 
@@ -79,30 +75,17 @@ def test_help_of_train_describes_every_option(capsys):
     assert "f32 or bf16" in text
 
 
-@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "serve"])
-def test_options_of_all_commands_are_named_alike(command):
-    parser = COMMANDS[command].make_parser()
-    assert [name for name in parser._option_string_actions if name.startswith("--") and "_" in name] == []
-    actions = {action.dest: action for action in parser._actions}
-    assert not actions.keys() & {"init", "batch"}
-    assert "model" not in actions or command == "train"  # there it is an architecture
-    if "device" in actions:
-        assert actions["device"].default == "auto"
-    if "precision" in actions and command != "train":
-        assert set(actions["precision"].choices) <= {"auto", "f32", "f16", "bf16"}
-
-
 def test_underscores_and_old_names_are_accepted():
-    words = ["photos", "--weight_decay", "0.1", "--save_minutes=3", "--norm_options.shared_process_noise", "false"]
+    words = ["photos", "--weight_decay", "0.1", "--batch-size=8", "--norm_options.shared_process_noise", "false"]
     args, overrides = parse(words)
-    assert (args.save_minutes, args.data) == (3.0, Path("photos"))
-    assert overrides == {"weight_decay": 0.1, "norm_options.shared_process_noise": False}
+    assert (args.recipe, args.data) == (None, Path("photos"))
+    assert overrides == {"weight_decay": 0.1, "gradient_batch": 8, "norm_options.shared_process_noise": False}
     assert parse([word.replace("_", "-") for word in words])[1] == overrides
     found = options.classify_parser().read(["x.png", "--top_k", "3", "--model", "better"])
     assert (found.top_k, found.checkpoint) == (3, "better")
     assert parse(["photos", "--init", "better"])[0].checkpoint == "better"
-    found = options.evaluate_parser().read(["better", "photos", "--batch", "3", "--precision", "float16"])
-    assert (found.batch_size, found.precision) == (3, "f16")
+    args, _ = parse(["r.toml", "--data", "photos"])
+    assert (args.recipe, args.data) == (Path("r.toml"), Path("photos"))
 
 
 def test_serve_takes_checkpoints_by_their_usual_name(monkeypatch):
@@ -110,19 +93,9 @@ def test_serve_takes_checkpoints_by_their_usual_name(monkeypatch):
     monkeypatch.setattr("service.command.serve_command", lambda arguments: asked.append(arguments) or 0)
     monkeypatch.setitem(sys.modules, "bkn_zoo_service.command", sys.modules["service.command"])
     assert cli.main(["serve", "--checkpoint", "better", "--max_batch", "2"]) == 0
-    assert cli.main(["serve", "--checkpoints=a,b"]) == 0
+    assert cli.main(["serve", "--models=a,b"]) == 0
     assert [read_settings(words).models for words in asked] == [["better"], ["a", "b"]]
     assert read_settings(asked[0]).max_batch == 2
-
-
-def test_train_accepts_batch_size_bf16_and_a_folder():
-    args, overrides = parse(["photos", "--batch-size", "8", "--precision", "bf16"])
-    assert (args.data, args.recipe, overrides) == (Path("photos"), None, {"gradient_batch": 8, "precision": "bf16"})
-    recipe = Recipe(NETWORK, "folder", epochs=1, **overrides)
-    assert recipe.precision == "bfloat16"
-    for words in (["r.toml", "photos"], ["photos", "r.toml"], ["r.toml", "--data", "photos"]):
-        args, _ = parse(words)
-        assert (args.recipe, args.data) == (Path("r.toml"), Path("photos"))
 
 
 @pytest.mark.parametrize(
@@ -145,13 +118,11 @@ def test_commands_say_which_folder_is_missing(words, told, capsys):
     [
         ("clasify x.png", "classify"),
         ("classify x.png --presision f32", "--precision"),
-        ("classify x.png --precision bf17", "bf16"),
         ("classify photos --statistics sampel", "sample"),
         ("train photos --optimiser sgd", "--optimizer"),
         ("info beter", "better"),
         ("classify photos --checkpoint beter", "better"),
         ("train photos --model resnet110_bkn", "resnet101_bkn"),
-        ("train photos --model inception_cifar", "inception_cifar_bkn"),
         ("train inception_cifar_bkn.cifar11.toml photos", "inception_cifar_bkn.cifar10"),
     ],
 )
@@ -162,40 +133,22 @@ def test_close_matches_are_suggested(words, meant, capsys):
 # Speed: PyTorch takes seconds to import
 
 
-def seconds_of_help(command):
-    """Of the processor."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    run = [*COMMAND, *command.split(), "--help"]
-    subprocess.run(run, check=True, capture_output=True, timeout=60, cwd=Path(__file__).parents[1])
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-
-def test_help_takes_less_than_a_second():
-    slow = [command for command in ("", *COMMANDS) if all(seconds_of_help(command) >= 1 for _ in range(2))]
-    assert slow == []
-
-
 @pytest.mark.parametrize(
-    "words",
+    ("words", "code"),
     [
-        "classify nowhere.png", "classify https://example.org/cat.png",
-        "classify photos --checkpoint nowhere", "compare nowhere.png", "info nowhere",
-        "train nowhere", "train photos --checkpoint nowhere", "train photos --epochs -1", "train photos --name ../up",
-        "train photos --augmentation.blur 1", "train nowhere.toml photos", "evaluate nowhere photos",
-        "evaluate better nowhere", "export nowhere", "publish nowhere --namespace me --dry-run",
+        ("info better --format json", 0), ("list", 0), ("classify nowhere.png", 1), ("compare nowhere.png", 1),
+        ("classify photos --checkpoint nowhere", 2), ("train nowhere", 2), ("train photos --checkpoint nowhere", 2),
+        ("train photos --epochs -1", 2), ("evaluate better nowhere", 2), ("export nowhere", 2),
+        ("publish nowhere --namespace me --dry-run", 2),
     ],
 )  # fmt: skip
-def test_arguments_and_paths_are_checked_before_pytorch(words, tmp_path):
-    code = (
-        "import sys; from bkn_zoo.cli import main; code = main()\n"
-        "assert code in (1, 2), code; assert 'torch' not in sys.modules, 'PyTorch was imported'"
-    )
-    run = [sys.executable, "-c", code, *words.split()]
+def test_info_and_checks_of_arguments_need_no_pytorch(words, code):
+    run = "import sys; from bkn_zoo.cli import main; code = main(); sys.exit(99 if 'torch' in sys.modules else code)"
     path = {"PYTHONPATH": str(Path(__file__).parents[1]), "BKN_ZOO_NAMESPACE": "_"}  # no name leads to the Hub
-    done = subprocess.run(run, capture_output=True, text=True, timeout=60, env=os.environ | path, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.startswith("bkn-zoo: ")
+    command = [sys.executable, "-c", run, *words.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | path, check=False)
+    assert done.returncode == code, done.stderr
+    assert code == 0 or done.stderr.startswith("bkn-zoo: ")
 
 
 @pytest.mark.parametrize(
@@ -247,13 +200,10 @@ def bash(tmp_path, capsys):
     ("line", "offered"),
     [
         ("cla", ["classify"]),
-        ("classify --prec", ["--precision"]),
         ("classify x.png --precision b", ["bf16"]),
-        ("classify --checkpoint b", ["better"]),
         ("info be", ["better"]),
         ("train photos --init b", ["better"]),
         ("train --weight", ["--weight-decay"]),
-        ("classify pho", ["photos/"]),
         ("serve --po", ["--port"]),
     ],
 )
@@ -261,69 +211,19 @@ def test_bash_completes_commands_options_and_names(bash, line, offered):
     assert [word for word in bash(f"bkn-zoo {line}") if not word.startswith("--h")] == offered
 
 
-@pytest.mark.parametrize("shell", options.SHELLS)
-def test_completion_prints_a_script_for_each_shell(shell, capsys):
-    assert "_ARGCOMPLETE" in said(capsys, "completion", shell)
-
-
 # Checkpoints
 
 
-def test_info_and_list_need_no_pytorch():
-    code = "import sys; from bkn_zoo.cli import main; assert main() == 0; assert 'torch' not in sys.modules"
-    path = {"PYTHONPATH": str(Path(__file__).parents[1])}
-    for words in ("info better", "info better --format json", "info better --classes", "list"):
-        subprocess.run([sys.executable, "-c", code, *words.split()], check=True, env=os.environ | path, timeout=60)
-
-
-def test_info_lists_the_classes_and_list_the_best_first(root, capsys):
+def test_info_lists_the_classes_and_list_the_default_first(root, capsys):
     assert said(capsys, "info", "better", "--classes") == "ape\nbee\nélan\n"
     bkn_zoo.save_pretrained(bkn_zoo.create_model(NETWORK, 4), root / "bare")
     assert "./bare has 4 classes without names" in said(capsys, "info", "./bare", "--classes")
     _, first, second = said(capsys, "list").splitlines()
-    assert first.split()[:2] == [default_checkpoint(), "(default)"] == ["better", "(default)"]
-    assert second.startswith("a_worse ")
-
-
-def test_networks_that_need_no_pytorch_are_registered():
-    assert {f"{network}_bkn" for network in NETWORKS} == set(bkn_zoo.list_models("*_bkn"))
-
-
-def test_dry_run_of_publish_works_offline(root, capsys):
-    bkn_zoo.save_pretrained(bkn_zoo.create_model(NETWORK, 4), root / "mine")
-    text = said(capsys, "publish", "./mine", "--namespace", "me", "--dry-run")
-    assert "me/mine: the Hub cannot be reached, so all files are listed" in text
-    sizes = {path.name: path.stat().st_size for path in Path("mine").iterdir()}
-    for name, size in sizes.items():
-        assert f"me/mine: to send {name} ({size:,} bytes)" in text
+    assert first.split()[:2] == [default_checkpoint(), "(default)"]
+    assert second.startswith("better ")
 
 
 # Training and serving
-
-
-def test_ties_between_modes_are_broken_by_loss():
-    metrics = {
-        "population": {"top1": 90.0, "loss": 0.5},
-        "sample": {"top1": 90.0, "loss": 0.3},
-        "expected": {"top1": 80.0, "loss": 0.1},
-    }
-    assert best_mode(metrics) == "sample"
-
-
-def test_command_of_a_resumed_run_can_be_repeated(monkeypatch):
-    words = ["train", "photos", "--checkpoint", "better", "--epochs", "1", "--device", "cpu", "--name", "mine"]
-    for more in ([], ["--resume"]):
-        monkeypatch.setattr(sys, "argv", ["bkn-zoo", *words, *more])
-        assert cli.main([*words, *more]) == 0
-        card = Path("runs/mine/mine/README.md").read_text()
-        assert " ".join(["bkn-zoo", *words]) in card
-        assert "--resume" not in card
-    assert "--resume" not in environment()["command"]
-
-
-def test_command_of_a_module_is_recorded_with_its_name(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["/anywhere/bkn_zoo/__main__.py", "evaluate", "mine", "/data/photos"])
-    assert environment()["command"] == "python -m bkn_zoo evaluate mine photos"
 
 
 def test_port_in_use_names_the_option(capsys):

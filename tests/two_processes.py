@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from bkn_zoo import BatchKalmanNorm2d, create_model
+from bkn_zoo import create_model
 from bkn_zoo.cli import main as command
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.models import registry
@@ -103,24 +103,6 @@ def sharded(rank):
     return own_loop(*half(rank), lambda model: fully_shard(model, mesh=mesh))
 
 
-def with_frozen_norms(rank, told, **options):
-    """How two steps of DDP end with all norms frozen; `told` that nothing uses A, R and q, as docs/layer.md says."""
-    model = network()
-    for norm in model.modules():
-        if isinstance(norm, BatchKalmanNorm2d):
-            norm.eval()
-            for name in norm.no_weight_decay() if told else ():
-                norm.get_parameter(name).requires_grad_(False)
-    wrapped = DistributedDataParallel(model, **options)
-    images, targets = half(rank)
-    try:
-        for _ in range(2):
-            F.cross_entropy(wrapped(images), targets).backward()
-    except RuntimeError as error:
-        return str(error)
-    return "done"
-
-
 def interrupted_and_resumed(rank, folder):
     """Only process 1 hears SIGTERM, in its second step, and only process 0 is told to save often."""
     plain = loop.training_batches
@@ -154,8 +136,6 @@ def main(folder, *arguments):
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     found = {"step": one_step(rank), "accumulated": one_step(rank, micro_batch=2)}
     found |= {"sharded": sharded(rank), "broadcasts": parallel(network()).broadcast_buffers}
-    found["frozen"] = [with_frozen_norms(rank, told=True), with_frozen_norms(rank, False, find_unused_parameters=True)]
-    found["frozen"] += [with_frozen_norms(rank, told=False)]
     found |= {"fit": interrupted_and_resumed(rank, folder / "fit")}
     torch.save(found, folder / f"found_{rank}.pt")
     dist.destroy_process_group()

@@ -21,7 +21,6 @@ from bkn_zoo.errors import (
     HubUnavailableError,
     InputError,
 )
-from bkn_zoo.progress import bars_like
 from bkn_zoo.version import __version__
 
 if TYPE_CHECKING:
@@ -42,10 +41,9 @@ def download(
 ) -> tuple[Path, str]:
     """Download the files that loading needs into the cache; returns the folder there and the commit."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import tqdm
 
     what = f"{repository}@{revision}" if revision else repository
-    with hub_errors(what), bars_like(tqdm) as bars:
+    with hub_errors(what):
         found = snapshot_download(
             repository,
             revision=revision,
@@ -54,7 +52,6 @@ def download(
             allow_patterns=list(NEEDED_FILES),
             library_name="bkn_zoo",
             library_version=__version__,
-            tqdm_class=bars,
         )
     folder = Path(found)
     if not (folder / CONFIG).exists():
@@ -78,7 +75,8 @@ def push_to_hub(folder: str | os.PathLike[str], repository: str, *, private: boo
         private: whether a new repository is private.
     """
     check_repository(repository)
-    files = [path.name for path in files_of(Path(folder))]
+    folder = Path(folder)
+    files = [path.name for path in files_of(folder)]
     with hub_errors(repository):
         api = _api()
         api.create_repo(repository, private=private, exist_ok=True)
@@ -87,7 +85,7 @@ def push_to_hub(folder: str | os.PathLike[str], repository: str, *, private: boo
             folder_path=folder,
             allow_patterns=files,
             delete_patterns=[WEIGHTS, INDEX, "model-?????-of-?????.safetensors"],  # of an earlier commit
-            commit_message=f"Publish {Path(folder).resolve().name} with bkn_zoo {__version__}",
+            commit_message=f"Publish {folder.resolve().name} with bkn_zoo {__version__}",
         )
     return Publication(made.oid, made.commit_url)
 

@@ -1,5 +1,6 @@
 """Where and how a result was computed: the command, the processes, the hardware and the versions."""
 
+import json
 import os
 import platform
 import re
@@ -42,6 +43,12 @@ def environment(seed: int | None = None) -> dict[str, Any]:
         "versions": {"python": platform.python_version(), **installed},
         "seed": seed,
     }
+
+
+def write_results(path: Path, rows: list[dict[str, Any]], seed: int | None = None, **more: Any) -> None:
+    """Write rows and the environment in which they were measured."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**environment(seed), **more, "rows": rows}, indent=1) + "\n")
 
 
 def processes() -> int:

@@ -12,14 +12,13 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any
 
-from bkn_zoo.checkpoints.files import lock
+from bkn_zoo.checkpoints.files import lock, replace_file
 from bkn_zoo.checkpoints.locate import default_checkpoint
-from bkn_zoo.cli.parser import announce, check_checkpoint
+from bkn_zoo.cli.options import announce, check_checkpoint
 from bkn_zoo.errors import ImageError, InputError, counted
 from bkn_zoo.terminal import printable
 
@@ -29,19 +28,9 @@ if TYPE_CHECKING:  # slow imports happen in the commands that need them
 FAILED = 1
 COLUMNS = ["file", "rank", "label", "score", "uncertain", "model", "revision", "weights", "statistics", "engine"]
 STDIN = "-"
-FIRST = b'{"file": "'  # the beginning of every line of JSON Lines
 
+# The result of one image: `Classification.to_dict`, the file, and the SHA-256 of the weights
 Result = dict[str, Any]
-"""The result of one image: `Classification.to_dict`, the file, and the SHA-256 of the weights."""
-
-
-class Format(NamedTuple):
-    """An output format: the text of one result, and what is before, between and after the results."""
-
-    write: Callable[[Result], str]
-    before: str = ""
-    between: str = ""
-    after: str = ""
 
 
 def load_classifier(args: argparse.Namespace) -> "Classifier":
@@ -72,18 +61,13 @@ def classify(args: argparse.Namespace) -> int:
         if args.output:
             done = _to_file(classifier, list(dict.fromkeys(files)), args, failures)
         else:
-            for text in _texts(FORMATS[args.format], _results(classifier, files, args, failures)):
-                print(_for_terminal(text), end="", flush=True)
+            for text in _texts(args.format, _results(classifier, files, args, failures)):
+                shown = "\n".join(map(printable, text.split("\n"))) if sys.stdout.isatty() else text
+                print(shown, end="", flush=True)
             done = sum(name not in failures for name in files)
     for failure in failures.values():
         print(f"bkn-zoo: {printable(failure)}", file=sys.stderr)
-    asked_for = args.strict or not done or not failures.keys().isdisjoint(args.paths)
-    return FAILED if failures and asked_for else 0
-
-
-def _for_terminal(text: str) -> str:
-    """Escape terminal control characters, except in output that is not shown in a terminal."""
-    return "\n".join(map(printable, text.split("\n"))) if sys.stdout.isatty() else text
+    return FAILED if failures and not (done and failures.keys().isdisjoint(args.paths)) else 0
 
 
 def find_images(paths: Iterable[str], failures: dict[str, str]) -> Iterator[str]:
@@ -95,7 +79,7 @@ def find_images(paths: Iterable[str], failures: dict[str, str]) -> Iterator[str]
             others: Counter[str] = Counter()
             found = image_files(path, others)
             if others:
-                print(f"bkn-zoo: {printable(passed_over(path, others))}", file=sys.stderr)
+                announce(passed_over(path, others))
             if not found:
                 failures[path] = f"{path} contains no images: choose another folder."
             for name in found:
@@ -111,80 +95,53 @@ def find_images(paths: Iterable[str], failures: dict[str, str]) -> Iterator[str]
 
 
 def _results(
-    classifier: "Classifier", files: list[str], args: argparse.Namespace, failures: dict[str, str], before: int = 0
+    classifier: "Classifier", files: list[str], args: argparse.Namespace, failures: dict[str, str]
 ) -> Iterator[Result]:
-    """Yield the results of readable images, and add the errors of the others to the failures.
-
-    Args:
-        before: number of images that were done before, for the progress.
-    """
+    """Yield the results of readable images, and add the errors of the others to the failures."""
     from bkn_zoo.progress import bar
 
-    if args.ray:
-        from bkn_zoo.inference.spread import spread
-
-        found = spread(files, args.statistics, args.top_k, classifier.name, args.device, args.engine, args.precision)
-    else:
-        sources = (sys.stdin.buffer.read() if name == STDIN else name for name in files)
-        found = classifier.each(sources, args.statistics, args.top_k)
+    sources = (sys.stdin.buffer.read() if name == STDIN else name for name in files)
+    found = classifier.each(sources, args.statistics, args.top_k)
     weights = weights_id(classifier)
     # In a terminal, the results themselves show the progress.
     silent = len(files) < 2 or (sys.stdout.isatty() and not args.output)
-    with nullcontext() if silent else bar(before + len(files), "classifying", "image", lines=True) as done:
-        if done is not None:
-            done(before)
+    with bar(len(files), None if silent else "classifying", "image", lines=True) as done:
         for name, result in zip(files, found, strict=True):
             if isinstance(result, ImageError):
                 failures[name] = str(result)
             else:
                 yield {"file": name, **result.to_dict(), "weights": weights}
-            if done is not None:
-                done(1)
-
-
-def _texts(form: Format, results: Iterable[Result]) -> Iterator[str]:
-    """The output, in parts."""
-    begun = False
-    for result in results:
-        yield (form.between if begun else form.before) + form.write(result)
-        begun = True
-    yield form.after if begun else form.before + form.after.lstrip()
+            done(1)
 
 
 def _to_file(classifier: "Classifier", files: list[str], args: argparse.Namespace, failures: dict[str, str]) -> int:
     """Write the missing results to the file. Returns the number of images in it."""
     output: Path = args.output
     lines = output if args.format == "jsonl" else output.with_name(f"{output.name}.partial")
-    with _alone(lines) as file:
-        done, end = _resume(file, lines, classifier, args)
-        todo = [name for name in files if name not in done]
-        if done:
-            print(f"bkn-zoo: {_are(len(done))} already in {lines}", file=sys.stderr)
-        count = len(done)
-        try:
+    try:
+        with open(lines, "a+b") as file:
+            lock(file, f"another process is writing {lines}: wait until it ends, or choose another file.")
+            file.seek(0)
+            done, end = _resume(file, lines, classifier, args)
+            if done:
+                announce(f"already in {lines}: {counted(len(done), 'image')}")
             file.truncate(end)
-            for result in _results(classifier, todo, args, failures, len(files) - len(todo)):
-                file.write(_bytes(_write_line(result)))
+            count, todo = len(done), [name for name in files if name not in done]
+            for result in _results(classifier, todo, args, failures):
+                file.write(_valid(_json_line(result)).encode())
                 file.flush()  # so that an image is complete or missing, unless the process is killed during this call
                 count += 1
-        except KeyboardInterrupt:
-            print(f"bkn-zoo: {_are(count)} in {lines}: repeat the command to continue", file=sys.stderr)
-            raise
-        if lines != output:
-            file.seek(0)
-            scratch = output.with_name(f"{output.name}.tmp")
-            with open(scratch, "wb") as whole:
-                whole.writelines(map(_bytes, _texts(FORMATS[args.format], map(json.loads, file))))
-            os.replace(scratch, output)
+            if lines != output:
+                file.seek(0)
+                replace_file(output, _valid("".join(_texts(args.format, map(json.loads, file)))))
+    except OSError as error:
+        remedy = "free space there, or choose another file, then repeat the command to continue"
+        raise InputError(f"{lines} cannot be written ({error.strerror}): {remedy}.") from None
     if lines != output:
         lines.unlink()  # after it is closed, as Windows needs it
     bad = f"; {len(failures):,} could not be used" if failures else ""
-    print(f"bkn-zoo: {_are(count)} in {output}{bad}", file=sys.stderr)
+    announce(f"{counted(count, 'image')} in {output}{bad}")
     return count
-
-
-def _are(count: int) -> str:
-    return f"{counted(count, 'image')} {'is' if count == 1 else 'are'}"
 
 
 def weights_id(classifier: "Classifier") -> str | None:
@@ -193,85 +150,60 @@ def weights_id(classifier: "Classifier") -> str | None:
     return hashlib.sha256("".join(hashes).encode()).hexdigest() if len(hashes) > 1 else next(iter(hashes), None)
 
 
-@contextmanager
-def _alone(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file for reading and appending, create it if needed, and lock it against other processes."""
-    try:
-        with open(path, "a+b") as file:
-            lock(file, f"another process is writing {path}: wait until it ends, or choose another file.")
-            file.seek(0)
-            yield file
-    except OSError as error:
-        remedy = "free space there, or choose another file, then repeat the command to continue"
-        raise InputError(f"{path} cannot be written ({error.strerror}): {remedy}.") from None
-
-
 def _resume(file: IO[bytes], path: Path, classifier: "Classifier", args: argparse.Namespace) -> tuple[set[str], int]:
     """The images in an existing file, and the end of the last one; an error if the file was made with other options."""
     top_k = min(args.top_k, classifier.model.num_classes)
     ours = {"--checkpoint": classifier.name, "--statistics": classifier.choose(args.statistics), "--top-k": top_k}
-    done, end, weights = set(), 0, weights_id(classifier)
+    ours["the weights"] = weights_id(classifier)
+    done, end = set(), 0
     for line in file:
-        if not line.endswith(b"\n") and line.startswith(FIRST[: len(line)]):
+        if not line.endswith(b"\n") and line.startswith(b'{"file": "'[: len(line)]):
             break  # the last line, written by a process that was killed
         try:
             row = json.loads(line)
-            theirs = dict(zip(ours, (row["model"], row["statistics"], len(row["predictions"])), strict=True))
-            name, other = row["file"], row["weights"] != weights
+            theirs = (row["model"], row["statistics"], len(row["predictions"]), row["weights"])
+            done.add(row["file"])
         except (ValueError, KeyError, TypeError):
             raise InputError(
                 f"{path} has no result of this command after byte {end}: truncate it there, or choose another file."
             ) from None
-        for option, value in theirs.items():
-            if value != ours[option]:
-                raise InputError(
-                    f"{path} was made with {option} {value}, not {ours[option]}: use that option, or choose another "
-                    "file."
-                )
-        if other:
-            raise InputError(f"{path} was made with other weights of {classifier.name}: choose another file.")
-        done.add(name)
+        for value, (option, own) in zip(theirs, ours.items(), strict=True):
+            if value != own:
+                raise InputError(f"{path} was made with {option} {value}, not {own}: use these, or another file.")
         end += len(line)
     return done, end
 
 
-def _bytes(text: str) -> bytes:
-    return text.encode("utf-8", "backslashreplace")  # file names need not be valid text
+def _valid(text: str) -> str:
+    """Text that UTF-8 can encode, since file names need not be valid text."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
-def _write_table(result: Result) -> str:
+def _texts(form: str, results: Iterable[Result]) -> Iterator[str]:
+    """The output in a format, in parts."""
+    if form == "json":
+        yield "[\n" + ",\n".join(json.dumps(result, ensure_ascii=False) for result in results) + "\n]\n"
+        return
+    if form == "csv":
+        yield ",".join(COLUMNS) + "\n"
+    yield from map({"table": _table, "csv": _csv_rows, "jsonl": _json_line}[form], results)
+
+
+def _json_line(result: Result) -> str:
+    return json.dumps(result, ensure_ascii=False) + "\n"
+
+
+def _table(result: Result) -> str:
     lines = [result["file"], *(f"  {p['score']:.4f}  {p['label']}" for p in result["predictions"])]
     if result["uncertain"]:
         lines.append("  uncertain: the image may show none of the classes that this model knows")
     return "".join(f"{printable(line)}\n" for line in lines)
 
 
-def _write_json(result: Result) -> str:
-    return json.dumps(result, ensure_ascii=False)
-
-
-def _write_line(result: Result) -> str:
-    return f"{_write_json(result)}\n"
-
-
-def _write_csv(result: Result) -> str:
-    uncertain = str(result["uncertain"]).lower()
-    rows = [
-        result | {"rank": rank, "label": best["label"], "score": f"{best['score']:.6f}", "uncertain": uncertain}
-        for rank, best in enumerate(result["predictions"], start=1)
-    ]
-    return "".join(_csv_line([row[name] for name in COLUMNS]) for row in rows)
-
-
-def _csv_line(fields: list[object]) -> str:
+def _csv_rows(result: Result) -> str:
     text = io.StringIO()
-    csv.writer(text, lineterminator="\r\n").writerow(fields)  # so that names with either character are quoted
-    return text.getvalue().removesuffix("\r\n") + "\n"
-
-
-FORMATS = {
-    "table": Format(_write_table),
-    "json": Format(_write_json, "[\n", ",\n", "\n]\n"),
-    "jsonl": Format(_write_line),
-    "csv": Format(_write_csv, ",".join(COLUMNS) + "\n"),
-}
+    uncertain = str(result["uncertain"]).lower()
+    for rank, best in enumerate(result["predictions"], start=1):
+        row = result | {"rank": rank, "label": best["label"], "score": f"{best['score']:.6f}", "uncertain": uncertain}
+        csv.writer(text).writerow([row[name] for name in COLUMNS])
+    return text.getvalue().replace("\r\n", "\n")

@@ -16,7 +16,7 @@ from bkn_zoo.checkpoints.files import check_file
 from bkn_zoo.checkpoints.locate import find, list_checkpoints
 from bkn_zoo.cli import options
 from bkn_zoo.cli.classify import FAILED, classify
-from bkn_zoo.cli.parser import CHECKPOINT, announce, check_checkpoint, check_folder
+from bkn_zoo.cli.options import CHECKPOINT, announce, check_checkpoint, check_folder
 from bkn_zoo.cli.show import compare, info, list_here
 from bkn_zoo.errors import BknZooError, CheckpointError, HubError, ImageError, InputError
 from bkn_zoo.terminal import Parser, printable
@@ -61,62 +61,36 @@ def ended(name: str, run: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:  # also a second Ctrl-C while it ends
         return INTERRUPTED
     except BrokenPipeError:
-        _drop_output()
+        # Let the interpreter's last flush succeed, although the reader of standard output is gone.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
 
 
-def _drop_output() -> None:
-    """Let the interpreter's last flush succeed, although the reader of standard output is gone."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _run_command(arguments: list[str]) -> int:
-    name, *words = _set_log_level(arguments) or [""]
-    if name not in COMMANDS:
-        main_parser().read([name, *words] if name else [])  # --help, --version, or an error
-        return MISUSED
-    command = COMMANDS[name]
-    return command.run(words if command.raw else command.make_parser().read(words))
-
-
-def _add_log_level(parser: argparse.ArgumentParser) -> None:
-    what = (
-        f"messages to log; must come before the command: {', '.join(LOG_LEVELS)} (default: {LOG_VARIABLE}, or warning)"
-    )
-    parser.add_argument("--log-level", choices=LOG_LEVELS, metavar="LEVEL", help=what)
-
-
-def _set_log_level(arguments: list[str]) -> list[str]:
-    """Apply --log-level, if it comes before the command, or the environment variable. Returns the remaining words.
-
-    The variable is also set for the processes of the service.
-    """
-    if arguments and arguments[0].partition("=")[0] == "--log-level":
-        parser, end = Parser("bkn-zoo", add_help=False), 1 if "=" in arguments[0] else 2
-        _add_log_level(parser)
-        os.environ[LOG_VARIABLE] = parser.read(arguments[:end]).log_level
-        arguments = arguments[end:]
-    level = os.environ.get(LOG_VARIABLE)
-    if level:
+def _run_command(arguments: list[str]) -> int | None:
+    if level := os.environ.get(LOG_VARIABLE):
         if level not in LOG_LEVELS:
             raise InputError(f"{LOG_VARIABLE} is {level!r}: choose one of {', '.join(LOG_LEVELS)}.")
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         logging.getLogger("bkn_zoo").setLevel(level.upper())
-    return arguments
+    name, *words = arguments or [""]
+    if name not in COMMANDS:
+        main_parser().read(arguments)  # --help, --version, or an error
+        return MISUSED
+    command = COMMANDS[name]
+    return command.run(words if command.raw else command.make_parser().read(words))
 
 
 def main_parser() -> Parser:
     """The parser for the words before a command. Each command has its own parser."""
     found = Parser("bkn-zoo", usage="bkn-zoo [OPTION ...] COMMAND ...", description=DESCRIPTION, epilog=EXAMPLES)
     found.add_argument("--version", action="version", version=f"bkn-zoo {__version__}")
-    _add_log_level(found)
     listed = "\n".join(f"{name:<12}{command.text}" for name, command in COMMANDS.items())
     commands = found.add_argument_group("commands", f"{listed}\n\nbkn-zoo COMMAND --help describes its options")
     commands.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)
     return found
 
 
-def _check_and_evaluate(args: argparse.Namespace) -> int:
+def _check_and_evaluate(args: argparse.Namespace) -> None:
     args.data = args.folder or args.data
     if args.data is None:
         raise InputError("the folder of the data set is missing: run bkn-zoo evaluate CHECKPOINT FOLDER.")
@@ -128,60 +102,37 @@ def _check_and_evaluate(args: argparse.Namespace) -> int:
     from bkn_zoo.cli.evaluate import evaluate_checkpoint
 
     evaluate_checkpoint(args)
-    return 0
 
 
-def _export(args: argparse.Namespace) -> int:
+def _export(args: argparse.Namespace) -> None:
     check_checkpoint(args.checkpoint)
     if args.output:
         check_file(args.output, ".onnx")
-    how = "and comparing the outputs, which takes 10 seconds to a few minutes"
-    print(f"bkn-zoo: exporting {printable(args.checkpoint)} {how}", file=sys.stderr, flush=True)
+    announce(f"exporting {args.checkpoint} and comparing the outputs, which takes 10 seconds to a few minutes")
     from bkn_zoo.inference.export import export
 
     path = export(args.checkpoint, args.output, statistics=args.statistics)
     print(path)
-    print(f"bkn-zoo: {path.stat().st_size / 1e6:.1f} MB in {printable(path.name)}", file=sys.stderr)
-    return 0
+    announce(f"{path.stat().st_size / 1e6:.1f} MB in {path.name}")
 
 
-def _publish_folders(args: argparse.Namespace) -> int:
+def _publish_folders(args: argparse.Namespace) -> None:
     if args.name and len(args.checkpoints) > 1:
         raise InputError("--name needs a single checkpoint: publish one at a time, or omit --name.")
     folders = [find(checkpoint) for checkpoint in args.checkpoints]
     announce(f"validating {', '.join(args.checkpoints)}")
     from bkn_zoo.publishing.publish import publish
 
-    options = {"private": args.private, "dry_run": args.dry_run}
     for folder in folders:
-        publish(folder, args.name or folder.resolve().name, args.namespace, **options)
-    return 0
-
-
-def _train_network(arguments: list[str]) -> int:
-    from bkn_zoo.cli.train import run_training
-
-    run_training(arguments)
-    return 0
-
-
-def _print_completion(args: argparse.Namespace) -> int:
-    from argcomplete import shellcode
-
-    print(shellcode(["bkn-zoo"], shell=args.shell))
-    return 0
+        repository = f"{args.namespace}/{args.name or folder.resolve().name}"
+        publish(folder, repository, private=args.private, dry_run=args.dry_run)
 
 
 def _serve(arguments: list[str]) -> int:
     try:
-        code: int = _service("command").serve_command(arguments)
+        return _service("command").serve_command(arguments)
     except ModuleNotFoundError as error:
         raise InputError(f"the service is not installed ({error}): run pip install 'bkn-zoo[serve]'.") from None
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader of its address may be gone
-        _drop_output()
-    return code
 
 
 def _service(module: str) -> Any:
@@ -201,7 +152,6 @@ def complete() -> None:
     words = os.environ["COMP_LINE"].split()
     root = argparse.ArgumentParser("bkn-zoo")
     root.add_argument("--version", action="store_true")
-    _add_log_level(root)
     commands = root.add_subparsers()
     for name, known in COMMANDS.items():
         # Only the parser that is needed, because some take half a second to import.
@@ -213,18 +163,12 @@ def complete() -> None:
     argcomplete.autocomplete(root, always_complete_options=False)
 
 
-def _train_parser() -> Parser:
-    from bkn_zoo.cli.train_options import train_parser
-
-    return train_parser()
-
-
 class Command(NamedTuple):
     """A command: a description, its parser, and what runs it with parsed arguments (or with words, if `raw`)."""
 
     text: str
     make_parser: Callable[[], Parser]
-    run: Callable[..., int]
+    run: Callable[..., int | None]
     raw: bool = False
 
 
@@ -234,11 +178,18 @@ COMMANDS = {
     "list": Command("list the local checkpoints", options.list_parser, list_here),
     "info": Command("describe a checkpoint, or list its classes", options.info_parser, info),
     "train": Command(
-        "train a network by a recipe, or fine-tune one on your images", _train_parser, _train_network, raw=True
+        "train a network by a recipe, or fine-tune one on your images",
+        lambda: import_module("bkn_zoo.cli.train").train_parser(),
+        lambda words: import_module("bkn_zoo.cli.train").run_training(words),
+        raw=True,
     ),
     "evaluate": Command("measure a checkpoint on a data set", options.evaluate_parser, _check_and_evaluate),
     "export": Command("write a checkpoint for ONNX Runtime or OpenVINO", options.export_parser, _export),
     "publish": Command("publish checkpoints on the Hugging Face Hub", options.publish_parser, _publish_folders),
     "serve": Command("start the HTTP service", lambda: _service("settings").settings_parser(), _serve, raw=True),
-    "completion": Command("print a script for shell completion", options.completion_parser, _print_completion),
+    "completion": Command(
+        "print a script for shell completion",
+        options.completion_parser,
+        lambda args: print(import_module("argcomplete").shellcode(["bkn-zoo"], shell=args.shell)),
+    ),
 }

@@ -1,42 +1,47 @@
-"""The options of all commands except `train` and `serve`. This module does not import PyTorch."""
+"""The options of all commands except `train` and `serve`, and checks that commands share. PyTorch is not imported."""
 
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bkn_zoo.cli.classify import FORMATS
-from bkn_zoo.cli.parser import CHECKPOINT, add_checkpoint_option, add_device, add_precision, whole_number
+from bkn_zoo.checkpoints.locate import is_folder, locate
+from bkn_zoo.errors import InputError
 from bkn_zoo.inference import ENGINES, PRECISIONS
 from bkn_zoo.modes import MODES
-from bkn_zoo.terminal import Parser
+from bkn_zoo.terminal import Parser, printable
 
+# The metavar of every argument that is a checkpoint. Shell completion offers checkpoint names for it
+CHECKPOINT = "CHECKPOINT"
 SHELLS = ("bash", "zsh", "fish")
 NAMED = "a name, a folder or owner/repo on the Hub"
+FIRST = f"{NAMED} (default: the first of bkn-zoo list)"
 STATISTICS = "statistics that normalize an image (default: the checkpoint's choice)"
 
-CLASSIFY_EXAMPLES = """\
-examples:
-  bkn-zoo classify cat.jpg dog.png --top-k 3
-  bkn-zoo classify photos/ --checkpoint ./my_network --statistics sample --format json
-  bkn-zoo classify 'photos/**/*.jpg' --output out.csv
-  bkn-zoo classify photos/ --output out.jsonl --ray
-  curl https://example.org/cat.jpg | bkn-zoo classify -
+CLASSIFY = """\
+Classifies images.
+
+    bkn-zoo classify cat.jpg dog.png --top-k 3
+    bkn-zoo classify photos/ --checkpoint ./my_network --statistics sample --format json
+    bkn-zoo classify 'photos/**/*.jpg' --output out.csv
+    curl https://example.org/cat.jpg | bkn-zoo classify -
 
 The command resumes after an interruption: until all images are classified, results are in FILE.partial. A .jsonl file
-is written directly, and can be extended by further images. --ray uses all machines of a Ray cluster (docs/ray.md).
-
+is written directly, and can be extended by further images.
 Images that cannot be read are listed on stderr at the end. The exit code is 1 if such an image was an argument of the
-command, if no image could be read, or with --strict if any could not be read; otherwise it is 0.
+command, or if no image could be read; otherwise it is 0.
 """
-COMPARE_EXAMPLES = """\
-example:
-  bkn-zoo compare photo.jpg --checkpoint inception_v2_bkn.tiny_imagenet
+COMPARE = """\
+Shows the three statistics modes side by side, with the time of the network alone (the median of five runs).
 
-The times are those of the network alone: the median of five runs, after a first run that is not counted.
+    bkn-zoo compare photo.jpg --checkpoint inception_v2_bkn.tiny_imagenet
 """
-INFO_EXAMPLES = """\
-examples:
-  bkn-zoo info inception_v2_bkn.tiny_imagenet
-  bkn-zoo info inception_v2_bkn.tiny_imagenet --classes
-  bkn-zoo info ./my_network --format json
+INFO = """\
+Describes a checkpoint.
+
+    bkn-zoo info inception_v2_bkn.tiny_imagenet
+    bkn-zoo info ./my_network --format json
 """
 EVALUATE = """\
 Measures a checkpoint on a data set, in each statistics mode: top-1 with its 95 % interval, top-5, calibration error.
@@ -62,10 +67,8 @@ Publishes checkpoints on the Hugging Face Hub, each as NAMESPACE/NAME_OF_THE_FOL
     bkn-zoo publish runs/NAME/NAME --namespace me --dry-run                  # only validate
     bkn-zoo publish runs/NAME/NAME --namespace me
 
-Each folder is validated first: it must load, reproduce its golden outputs, and agree with its card.
-To publish a folder with another card, use `bkn_zoo.push_to_hub`.
-Then the Hub must respond within seconds; a dry run works without it. The hashes of the published files are compared
-with those of the local ones. Publishing again changes nothing. The token is that of `hf auth login` or of HF_TOKEN.
+Each folder is validated first: it must load, reproduce its golden outputs, and agree with its card (to publish another
+card, use `bkn_zoo.push_to_hub`). The token is that of `hf auth login` or of HF_TOKEN. A dry run works offline.
 """
 COMPLETION = """\
 Prints a script that completes commands, options, their values and the names of checkpoints.
@@ -76,45 +79,78 @@ Prints a script that completes commands, options, their values and the names of 
 """
 
 
+def check_checkpoint(name: str) -> None:
+    """Refuse a name without a checkpoint. Names on the Hub are checked when they are loaded."""
+    if is_folder(name) or "/" not in name:
+        locate(name)
+
+
+def check_folder(path: Path) -> None:
+    if not os.path.isdir(path):
+        raise InputError(f"there is no folder {path}: pass the folder of the data set.")
+
+
+def announce(text: str) -> None:
+    """Print a line on standard error, such as what happens before imports that take seconds."""
+    print(f"bkn-zoo: {printable(text)}", file=sys.stderr, flush=True)
+
+
+def whole_number(least: int) -> Callable[[str], int]:
+    """The type of an option that is a whole number of at least `least`."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        return int(text)
+
+    return read
+
+
+def add_device(parser: Parser) -> None:
+    what = "auto, cpu, cuda or cuda:NUMBER (default: auto, a GPU if there is one)"
+    parser.add_argument("--device", default="auto", metavar="DEVICE", help=what)
+
+
+def add_workers(parser: Parser) -> None:
+    what = "processes that decode image files (default: 0, decode in this process)"
+    parser.add_argument("--workers", type=whole_number(0), default=0, metavar="N", help=what)
+
+
+def _add_precision(parser: Parser, choices: Sequence[str] = PRECISIONS, default: str = "auto") -> None:
+    what = f"precision of the network (default: {default}{', the fastest here' if default == 'auto' else ''})"
+    parser.add_argument("--precision", choices=choices, default=default, help=what)
+
+
+def _add_classifier(parser: Parser) -> None:
+    parser.add_argument("--checkpoint", "--model", dest="checkpoint", metavar=CHECKPOINT, help=FIRST)
+    parser.add_argument("--top-k", type=whole_number(1), default=5, metavar="K", help="labels to show (default: 5)")
+    parser.add_argument("--engine", choices=ENGINES, default="auto", help="what runs the network (default: auto)")
+    _add_precision(parser)
+    add_device(parser)
+
+
 def classify_parser() -> Parser:
-    parser = Parser("bkn-zoo classify", description="Classify images.", epilog=CLASSIFY_EXAMPLES)
-    parser.add_argument(
-        "paths", nargs="+", metavar="FILE_OR_FOLDER", help="images, folders, patterns; - is standard input"
-    )
+    parser = Parser("bkn-zoo classify", description=CLASSIFY)
+    what = "images, folders, patterns; - is standard input"
+    parser.add_argument("paths", nargs="+", metavar="FILE_OR_FOLDER", help=what)
     _add_classifier(parser)
     parser.add_argument("--statistics", choices=MODES, help=STATISTICS)
-    parser.add_argument("--format", choices=FORMATS, help="default: that of FILE's suffix, or table")
+    what = "default: that of FILE's suffix, or table"
+    parser.add_argument("--format", choices=("table", "json", "jsonl", "csv"), help=what)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write to this .jsonl, .json or .csv file")
-    parser.add_argument("--strict", action="store_true", help="exit with 1 if any image could not be read")
-    parser.add_argument("--ray", action="store_true", help="use all machines of the Ray cluster in RAY_ADDRESS")
     return parser
 
 
 def compare_parser() -> Parser:
-    text = "Show the three statistics modes side by side."
-    parser = Parser("bkn-zoo compare", description=text, epilog=COMPARE_EXAMPLES)
+    parser = Parser("bkn-zoo compare", description=COMPARE)
     parser.add_argument("paths", nargs="+", metavar="FILE_OR_FOLDER", help="images, folders or patterns")
     _add_classifier(parser)
     return parser
 
 
-def _add_classifier(parser: Parser) -> None:
-    add_checkpoint_option(parser, "--model")
-    parser.add_argument("--top-k", type=whole_number(1), default=5, metavar="K", help="labels to show (default: 5)")
-    parser.add_argument("--engine", choices=ENGINES, default="auto", help="what runs the network (default: auto)")
-    add_precision(parser)
-    add_device(parser)
-
-
-def list_parser() -> Parser:
-    text = "List the local checkpoints in order of preference. The first is the default."
-    return Parser("bkn-zoo list", description=text)
-
-
 def info_parser() -> Parser:
-    parser = Parser("bkn-zoo info", description="Describe a checkpoint.", epilog=INFO_EXAMPLES)
-    what = f"{NAMED} (default: the first of bkn-zoo list)"
-    parser.add_argument("checkpoint", nargs="?", metavar=CHECKPOINT, help=what)
+    parser = Parser("bkn-zoo info", description=INFO)
+    parser.add_argument("checkpoint", nargs="?", metavar=CHECKPOINT, help=FIRST)
     parser.add_argument("--classes", action="store_true", help="list only its classes, one per line")
     text = "json also has its training, its files and the options of its norms (default: %(default)s)"
     parser.add_argument("--format", choices=("table", "json"), default="table", help=text)
@@ -132,25 +168,18 @@ def evaluate_parser() -> Parser:
         help="images to use (default: the test images or, in a folder without any, the validation images that the "
         "training held out); all: for a folder that the training did not use",
     )  # fmt: skip
-    parser.add_argument(
-        "--statistics", nargs="+", choices=MODES, default=list(MODES), help="modes to measure (default: all three)"
-    )
+    what = "modes to measure (default: all three)"
+    parser.add_argument("--statistics", nargs="+", choices=MODES, default=list(MODES), help=what)
     what = "what runs the network (default: auto, the fastest here; eager is the unchanged PyTorch network)"
     parser.add_argument("--engine", choices=["eager", *ENGINES], default="auto", help=what)
-    add_precision(parser, [name for name in PRECISIONS if name != "auto"], "f32")
-    parser.add_argument(
-        "--batch-size", "--batch", type=whole_number(1), metavar="N", help="images at a time (default: 500; CPU: 16)"
-    )
+    _add_precision(parser, [name for name in PRECISIONS if name != "auto"], "f32")
+    what = "images at a time (default: 500; CPU: 16)"
+    parser.add_argument("--batch-size", type=whole_number(1), metavar="N", help=what)
     add_device(parser)
     add_workers(parser)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON to this file")
     parser.add_argument("--report", type=Path, metavar="FOLDER", help="write pictures of mistakes to this folder")
     return parser
-
-
-def add_workers(parser: Parser) -> None:
-    what = "processes that decode image files (default: 0, decode in this process)"
-    parser.add_argument("--workers", type=whole_number(0), default=0, metavar="N", help=what)
 
 
 def export_parser() -> Parser:
@@ -170,6 +199,10 @@ def publish_parser() -> Parser:
     parser.add_argument("--private", action="store_true", help="make new repositories private")
     parser.add_argument("--dry-run", action="store_true", help="validate and list the files; publish nothing")
     return parser
+
+
+def list_parser() -> Parser:
+    return Parser("bkn-zoo list", description="Lists the local checkpoints; the first is the default.")
 
 
 def completion_parser() -> Parser:

@@ -4,8 +4,8 @@ import argparse
 import json
 import math
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+import timeit
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.files import CONFIG, files_of_weights, open_regular, reading, weights_file
 from bkn_zoo.checkpoints.locate import default_checkpoint, find, list_checkpoints, locate, usable_checkpoints
 from bkn_zoo.cli.classify import FAILED, STDIN, find_images, load_classifier
-from bkn_zoo.cli.parser import announce
+from bkn_zoo.cli.options import announce
 from bkn_zoo.errors import CheckpointError, ImageError
 from bkn_zoo.modes import MODES
 from bkn_zoo.terminal import printable
@@ -25,14 +25,13 @@ if TYPE_CHECKING:  # slow imports happen in the commands that need them
     from bkn_zoo.inference.classifier import Classifier
 
 TIMED_RUNS = 5
+# What `info` leaves out of its table
 ONLY_JSON = ("format_version", "norm_options", "training", "versions", "sha256")
-"""What `info` leaves out of its table."""
-
+# Tensors of norms that are not parameters
 BUFFERS = ("running_mean", "running_var", "image_mean", "image_var", "image_spread", "num_batches_tracked")
-"""Tensors of norms that are not parameters."""
 
 
-def compare(args: argparse.Namespace) -> int:
+def compare(args: argparse.Namespace) -> None:
     """Print the likeliest labels of images in each statistics mode, with the time of the network."""
     failures: dict[str, str] = {}
     names = list(find_images(args.paths, failures))
@@ -42,7 +41,6 @@ def compare(args: argparse.Namespace) -> int:
     for number, name in enumerate(names):
         print(end="\n" if number else "")
         _compare_modes(classifier, name, args.top_k)
-    return 0
 
 
 def _compare_modes(classifier: "Classifier", name: str, top_k: int) -> None:
@@ -52,20 +50,14 @@ def _compare_modes(classifier: "Classifier", name: str, top_k: int) -> None:
     same = len(set(precisions.values())) == 1
     for mode in MODES:
         scores = classifier.scores(image, mode)[0]  # the first call prepares the network for this mode
-        seconds = median(_time(partial(classifier.scores, image, mode)) for _ in range(TIMED_RUNS))
+        seconds = median(timeit.repeat(partial(classifier.scores, image, mode), number=1, repeat=TIMED_RUNS))
         chosen = " (default)" if mode == classifier.choose() else ""
         best = classifier.best(scores, top_k)
-        spent = f"{seconds * 1e3:.1f} ms" + ("" if same else f" in {precisions[mode]}")
+        spent = f"{seconds * 1e3:.1f} ms{'' if same else f' in {precisions[mode]}'}"
         columns.append([f"{mode}{chosen}", spent, *(f"{p.score:.4f}  {p.label}" for p in best)])
     how = f"{classifier.engine_name}{f' in {precisions[MODES[0]]}' if same else ''} on {classifier.device}"
     print(printable(f"{name}, by {classifier.name} with {how}"))
     _print_columns(list(zip(*columns, strict=True)))
-
-
-def _time(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 def _print_columns(rows: Sequence[Sequence[str]]) -> None:
@@ -87,7 +79,7 @@ def list_here(args: argparse.Namespace) -> int:
         try:
             config = Config.read(find(name) / CONFIG)
         except CheckpointError as error:
-            print(f"bkn-zoo: {printable(error)}", file=sys.stderr)
+            announce(str(error))
             code = FAILED
             continue
         accuracy = config.top1
@@ -102,11 +94,11 @@ def list_here(args: argparse.Namespace) -> int:
             print(printable(f"{mark} not on the test images of its data set, but on {where}"))
     elif code == 0:
         remedy = "set BKN_ZOO_CHECKPOINTS to a folder of checkpoints, or use one on the Hub (owner/repo)"
-        print(f"bkn-zoo: there are no local checkpoints: {remedy}.", file=sys.stderr)
+        announce(f"there are no local checkpoints: {remedy}.")
     return code
 
 
-def info(args: argparse.Namespace) -> int:
+def info(args: argparse.Namespace) -> None:
     """Print what a user needs to know about a checkpoint, its whole config as JSON, or only its classes."""
     args.checkpoint = args.checkpoint or default_checkpoint()
     location = locate(args.checkpoint)
@@ -117,30 +109,22 @@ def info(args: argparse.Namespace) -> int:
                 f"{args.checkpoint} has {config.num_classes} classes without names: save it with label_names."
             )
         print("\n".join(map(printable, config.label_names)))
-        return 0
+        return
     with reading():
         parameters = sum(map(_parameters, files_of_weights(weights_file(location.folder))))
         size = sum(file.stat().st_size for file in location.folder.iterdir())
-    facts = {
-        "name": args.checkpoint,
-        "revision": location.revision,
-        "parameters": parameters,
-        "bytes_on_disk": size,
-        **asdict(config),
-    }
+    facts: dict[str, Any] = {"name": args.checkpoint, "revision": location.revision}
+    facts |= {"parameters": parameters, "bytes_on_disk": size, **asdict(config)}
     if args.format == "json":
         print(json.dumps(facts, indent=2, ensure_ascii=False))
-        return 0
+        return
     labels = config.label_names or ("-",)
-    facts |= {"parameters": f"{facts['parameters']:,}", "bytes_on_disk": f"{facts['bytes_on_disk']:,}"}
+    facts |= {"parameters": f"{parameters:,}", "bytes_on_disk": f"{size:,}"}
     facts |= {"label_names": ", ".join(labels[:5]) + (", ... (all with --classes)" if len(labels) > 5 else "")}
     shown = {name: value for name, value in facts.items() if name not in ONLY_JSON}
     if where := config.measured_on:
         shown["accuracy measured on"] = where
     _print_columns([row for name, value in shown.items() for row in _table_rows(name, value)])
-    if sys.stderr.isatty():
-        announce("its training, its files and the options of its norms: --format json")
-    return 0
 
 
 def _parameters(file: Path) -> int:

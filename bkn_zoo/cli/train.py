@@ -1,67 +1,186 @@
-"""`bkn-zoo train`: from its options to a plan, and from the plan to a checkpoint. The plan is made without PyTorch."""
+"""`bkn-zoo train`: from its options to a plan, and from the plan to a checkpoint. The plan is made without PyTorch.
+
+There is an option for each field of a recipe.
+"""
 
 import argparse
+import dataclasses
+import json
 import shlex
 import signal
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
 
 from bkn_zoo.checkpoints.hub import check_reachable, check_repository
-from bkn_zoo.cli.parser import check_folder
-from bkn_zoo.cli.train_options import parse_training
+from bkn_zoo.cli.options import CHECKPOINT, add_device, add_workers, check_folder
 from bkn_zoo.errors import HubError
+from bkn_zoo.fields import attributes_of, wanted
+from bkn_zoo.modes import MODES
 from bkn_zoo.progress import speaks
-from bkn_zoo.training.interruption import Stopped, handled
-from bkn_zoo.training.plan import TrainingPlan, plan_training
+from bkn_zoo.terminal import Parser, with_dashes
+from bkn_zoo.training.interruption import Stopped
+from bkn_zoo.training.plan import CPU_FREEZE, FINE_TUNING, FROM_SCRATCH, TrainingPlan, plan_training
+from bkn_zoo.training.recipes import Augmentation, Recipe, find_recipe
 
 if TYPE_CHECKING:
     from bkn_zoo.training.finish import TrainingResult
 
-UNKNOWN = 20.0
-"""If the 95 % interval of an accuracy is wider than this, in percent, the accuracy is practically unknown."""
+DESCRIPTION = """\
+Trains a network by a recipe, or fine-tunes one on your images; writes a checkpoint and a record of the run.
+
+    bkn-zoo train FOLDER_OF_CLASSES                                          # fine-tune the default checkpoint
+    bkn-zoo train FOLDER_OF_CLASSES --checkpoint CHECKPOINT                  # the same with another
+    bkn-zoo train FOLDER_OF_CLASSES --checkpoint torchvision:resnet50        # the same, from torchvision's weights
+    bkn-zoo train FOLDER_OF_CLASSES --model inception_cifar_bkn --size 32    # new weights, trained from scratch
+    bkn-zoo train recipes/inception_cifar_bkn.cifar10.toml CIFAR_FOLDER
+    bkn-zoo train recipes/... FOLDER --resume                                # continue after an interruption
+    torchrun --nproc-per-node=8 --no-python bkn-zoo train recipes/... FOLDER                     # several GPUs
+
+Options override fields of the recipe, and become part of the run's name unless --name is given. The output folder,
+runs/NAME, holds the checkpoint (a folder with the run's name), curves.png, log.jsonl, state.pt until the training is
+finished, and results/runs/NAME.json, the record. The statistics mode is chosen on the validation images; the test
+images are used once, at the end, with the stored weights.
+
+Ctrl-C saves the state, prints how to resume and stops; a second Ctrl-C stops at once. --resume needs the same options
+and as many processes; on the same hardware and versions the weights are identical to those without an interruption.
+"""
+
+FIELDS = {name: text for name, text in attributes_of(Recipe).items() if name not in ("augmentation", "norm_options")}
+# What each field of a recipe means
+AUGMENTATION = attributes_of(Augmentation)
+NORM_OPTIONS = "--norm-options."
+# Other defaults of fields, shown by --help
+WITHOUT_RECIPE: dict[str, dict[str, Any]] = {
+    "to fine-tune": FINE_TUNING | {"statistics_batch_size": "the checkpoint's", "freeze": f"{CPU_FREEZE} on a CPU"},
+    "new weights without a recipe": FROM_SCRATCH,
+}
+# Fields that are true or false. Their options need no value
+ALONE = [field.name for field in dataclasses.fields(Recipe) if bool in (field.type, *get_args(field.type))]
+OTHER_NAMES = {
+    "gradient_batch": ("--batch-size", "--gradient-batch"),
+    "statistics_batch_size": ("--statistics-batch-size", "--statistics-batch"),
+}
+
+
+def train_parser(prog: str = "bkn-zoo train") -> Parser:
+    parser = Parser(prog, usage=f"{prog} [RECIPE] FOLDER [OPTION ...]", description=DESCRIPTION)
+    what = "a recipe (a file, or the name of one in recipes/), which may be left out, and the folder of the data set"
+    parser.add_argument("sources", nargs="*", metavar="[RECIPE] FOLDER", help=what)
+    parser.add_argument("--data", type=Path, metavar="FOLDER", help="the folder of the data set, as an option")
+    parser.add_argument(
+        "--checkpoint", "--init", dest="checkpoint", metavar=CHECKPOINT,
+        help="what to start from: a name, a folder, owner/repo on the Hub, torchvision:NAME or timm:NAME; its "
+        "classifier is kept for the same classes (default: without a recipe the first of bkn-zoo list, or new weights)",
+    )  # fmt: skip
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="of the run (default: runs/NAME)")
+    what = "for the record (default: results/runs of the output folder)"
+    parser.add_argument("--results", type=Path, metavar="FOLDER", help=what)
+    what = "of the run and its checkpoint (default: the recipe's, or the network's and the folder's; and overrides)"
+    parser.add_argument("--name", help=what)
+    what = "at the end, publish it on the Hub as NAMESPACE/NAME (default: do not publish)"
+    parser.add_argument("--publish", metavar="NAMESPACE", help=what)
+    parser.add_argument("--private", action="store_true", help="make a repository that --publish creates private")
+    what = "the licence that the checkpoint's card names, an identifier of the Hub such as mit (default: none)"
+    parser.add_argument("--license", metavar="ID", help=what)
+    what = "statistics modes to measure and to choose from, which takes time (default: all three)"
+    parser.add_argument("--statistics", nargs="+", choices=MODES, default=MODES, help=what)
+    parser.add_argument("--resume", action="store_true", help="continue the training in the output folder")
+    add_device(parser)
+    add_workers(parser)
+    fields = parser.add_argument_group("fields of the recipe")
+    for field in dataclasses.fields(Recipe):
+        if field.name in FIELDS:
+            names = OTHER_NAMES.get(field.name, (f"--{field.name.replace('_', '-')}",))
+            alone: dict[str, Any] = {"nargs": "?", "const": "true"} if field.name in ALONE else {}
+            fields.add_argument(*names, dest=field.name, metavar="VALUE", help=_help(field, FIELDS), **alone)
+    tables = parser.add_argument_group("tables of the recipe")
+    for field in dataclasses.fields(Augmentation):
+        tables.add_argument(f"--augmentation.{field.name}", metavar="VALUE", help=_help(field, AUGMENTATION))
+    what = "an option of the network's norms, as bkn_zoo.create_model takes it (default: the network's own)"
+    tables.add_argument(f"{NORM_OPTIONS}NAME", metavar="VALUE", help=what)
+    return parser
+
+
+def _help(field: "dataclasses.Field[Any]", texts: dict[str, str]) -> str:
+    """The help of a field: its meaning, its values and its default."""
+    default = "the recipe's" if field.default is dataclasses.MISSING else str(field.default)
+    name = field.name if texts is FIELDS else f"augmentation.{field.name}"
+    for kind, values in WITHOUT_RECIPE.items():
+        default += f"; {kind}: {values[name]}" if name in values else ""
+    return f"{texts[field.name]}; {wanted(field.type)} (default: {default})".replace("%", "%%")
+
+
+def parse_training(arguments: list[str], prog: str = "bkn-zoo train") -> tuple[argparse.Namespace, dict[str, Any]]:
+    """The options, and the fields of the recipe that they override."""
+    parser = train_parser(prog)
+    # Options of norms are taken out first: argparse would take the value of one that it does not know for the recipe.
+    found, rest, words = {}, [], iter(arguments)
+    for word in words:
+        if with_dashes(word).startswith(NORM_OPTIONS):
+            name, equals, value = word.removeprefix("--").partition("=")
+            found[name.replace("-", "_")] = value if equals else next(words, "")
+        else:
+            rest.append(word)
+    args = parser.read(rest)
+    _take_sources(parser, args)
+    if args.private and not args.publish:
+        parser.error("--private is for --publish")
+    for name in (*FIELDS, *(f"augmentation.{name}" for name in AUGMENTATION)):
+        if getattr(args, name) is not None:
+            found[name] = getattr(args, name)
+    for name, value in found.items():
+        if not value:  # perhaps a variable of the shell that is not set
+            parser.error(f"--{name.replace('_', '-')} needs a value")
+    return args, {name: literal(value) for name, value in found.items()}
+
+
+def _take_sources(parser: Parser, args: argparse.Namespace) -> None:
+    """Set `data` and `recipe` from the positional arguments: [RECIPE] FOLDER, or RECIPE with --data."""
+    words = [*args.sources, *([str(args.data)] if args.data else [])]
+    if not words:
+        parser.error("the folder of the data set is missing: run bkn-zoo train FOLDER")
+    if len(words) > 2:
+        parser.error(f"unrecognized arguments: {' '.join(words[1:-1])}")
+    args.recipe, args.data = Path(words[0]) if len(words) == 2 else None, Path(words[-1])
+    if find_recipe(args.data).is_file():
+        parser.error(f"{args.data} is a recipe: add the folder of the data set")
+
+
+def literal(text: str) -> Any:
+    """A number, true, false or null as such; all else is a string."""
+    json_text = text.lower() if text.lower() in ("true", "false") else "null" if text == "None" else text
+    for read in (json.loads, float):  # the latter for what JSON does not know as a number, such as .5
+        try:
+            return read(json_text)
+        except ValueError:
+            continue
+    return text
 
 
 def run_training(arguments: list[str], prog: str = "bkn-zoo train") -> None:
     args, overrides = parse_training(arguments, prog)
-    plan: TrainingPlan | None = None
-    found: Stamp = None
-    interrupted = ending = False
+    plan = None
+    try:
+        plan = planned(args, overrides)
+        plan.introduce()  # before seconds of imports
+        from bkn_zoo.training import run
 
-    def interrupt(*_: Any) -> None:
-        nonlocal interrupted
-        interrupted = True
-        if not ending:
-            raise KeyboardInterrupt
-
-    with handled(interrupt, signal.SIGINT):
-        try:
-            plan = planned(args, overrides)
-            plan.introduce()  # before seconds of imports
-            found = stamp(plan)
-            from bkn_zoo.training import run
-
-            result = run.carry_out(plan)
-            if result.record:  # that of the first process
-                report(result, plan)
-                if args.publish:
-                    publish_result(result, plan, args)
-        except BaseException as error:
-            ending = True  # how to go on is said, if Ctrl-C comes once more or not
-            # Libraries make errors of their own of a KeyboardInterrupt that comes while they work.
-            if not interrupted and not isinstance(error, KeyboardInterrupt | Stopped):
-                raise
-            if speaks():
-                from bkn_zoo.checkpoints.provenance import launched
-
-                command = shlex.join(launched([*prog.split(), *arguments]))
-                print(f"\n{how_to_go_on(error, command, plan, found)}", file=sys.stderr)
-            # As a shell reports a process that a signal ended.
-            raise SystemExit(128 + (error.number if isinstance(error, Stopped) else signal.SIGINT)) from None
+        result = run.carry_out(plan)
+        if result.record:  # that of the first process
+            report(result, plan)
+            if args.publish:
+                publish_result(result, plan, args)
+    except (KeyboardInterrupt, Stopped) as error:
+        if speaks():
+            print(f"\n{_how_to_continue(error, plan, [*prog.split(), *arguments])}", file=sys.stderr)
+        # As a shell reports a process that a signal ended.
+        raise SystemExit(128 + (error.number if isinstance(error, Stopped) else signal.SIGINT)) from None
 
 
 def planned(args: argparse.Namespace, overrides: dict[str, Any]) -> TrainingPlan:
     """From the options; a publication that cannot succeed is refused now, not after hours of training."""
-    names = ("name", "output", "results", "device", "resume", "workers", "save_minutes", "license")
+    names = ("name", "output", "results", "device", "resume", "workers", "license", "statistics")
     options = {name: getattr(args, name) for name in names}
     plan = plan_training(args.recipe, args.data, overrides, init=args.checkpoint, **options)
     check_folder(args.data)
@@ -75,17 +194,14 @@ def report(result: "TrainingResult", plan: TrainingPlan) -> None:
     """Print the accuracy, and where the checkpoint is."""
     from bkn_zoo.training.evaluation import show_top1
 
-    record, folder = result.record, result.folder
-    split = record["test_images"]
+    record = result.record
     for mode, metrics in record["test"].items():
         chosen = ", chosen on the validation images" if mode == record["chosen_statistics"] else ""
-        print(f"{split}, {mode}: top-1 {show_top1(metrics)}{chosen}")
-    if split == "validation":
-        metrics = record["test"][record["chosen_statistics"]]
-        few = metrics["top1_high"] - metrics["top1_low"] > UNKNOWN
-        about = "they are too few to measure it" if few else "it is slightly optimistic, since choices used them"
-        print(f"{plan.data} has no val or test, so the accuracy is that of the validation images: {about}")
-    print(f"saved to {folder}; try it with: bkn-zoo serve --checkpoint {shlex.quote(str(folder))}")
+        print(f"{record['test_images']}, {mode}: top-1 {show_top1(metrics)}{chosen}")
+    if record["test_images"] == "validation":
+        why = "has no val or test, so the accuracy is that of the validation images, which also made choices"
+        print(f"{plan.data} {why}: it is slightly optimistic")
+    print(f"saved to {result.folder}; try it with: bkn-zoo serve --checkpoint {shlex.quote(str(result.folder))}")
 
 
 def publish_result(result: "TrainingResult", plan: TrainingPlan, args: argparse.Namespace) -> None:
@@ -93,39 +209,19 @@ def publish_result(result: "TrainingResult", plan: TrainingPlan, args: argparse.
     from bkn_zoo.publishing.publish import publish
 
     try:
-        publish(result.folder, plan.name, args.publish, private=args.private)
+        publish(result.folder, f"{args.publish}/{plan.name}", private=args.private)
     except HubError as error:
         private = ["--private"] if args.private else []
         command = shlex.join(["bkn-zoo", "publish", str(result.folder), "--namespace", args.publish, *private])
         raise type(error)(f"{error} The checkpoint is saved: publish it with {command}") from None
 
 
-Stamp = tuple[int, int] | None
-"""A stamp of a saved state, which changes whenever it is written; None if there is none."""
-
-
-def stamp(plan: TrainingPlan) -> Stamp:
+def _how_to_continue(error: BaseException, plan: TrainingPlan | None, words: list[str]) -> str:
+    """What to do after an interruption."""
+    from bkn_zoo.checkpoints.provenance import launched
     from bkn_zoo.training.state import STATE
 
-    try:
-        status = (plan.output / STATE).stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns
-
-
-def how_to_go_on(error: BaseException, command: str, plan: TrainingPlan | None, found: Stamp) -> str:
-    """What to do after an interruption; `found` is the stamp of the state from before this training."""
-    from bkn_zoo.checkpoints.provenance import machines
-
-    saved = plan and stamp(plan)
-    # There is no state, or only that of an earlier training.
-    if plan is None or saved is None or (not plan.resume and saved == found):
+    if plan is None or not (plan.output / STATE).exists():
         return "stopped before the first step: begin again with the same command"
-    stopped = "stopped at once, and the last saved state stays"
-    what = str(error).partition(";")[0] if isinstance(error, Stopped) else stopped
-    if machines() > 1:  # torchrun has further options then
-        return (
-            f"{what}; continue with the same torchrun command{'' if plan.resume else ' and --resume'}, on each machine"
-        )
-    return f"{what}; continue with:\n{command}{'' if plan.resume else ' --resume'}"
+    what = str(error).partition(";")[0] if isinstance(error, Stopped) else "stopped at once"
+    return f"{what}; continue with:\n{shlex.join(launched(words))}{'' if plan.resume else ' --resume'}"

@@ -16,9 +16,6 @@ from bkn_zoo.norms.batch_kalman import (
 )
 from bkn_zoo.norms.running import RunningNorm
 
-POPULATION_GAIN = 0.1
-"""The gain q after `start_near_population`, if none is given."""
-
 LEARNING_GAIN = 0.01
 """The smallest initial value of a gain that should learn."""
 
@@ -56,7 +53,7 @@ def load_batchnorm_weights(model: Network, state_dict: Mapping[str, Tensor]) -> 
 
 
 @torch.no_grad()
-def start_near_population(model: nn.Module, gain: float = POPULATION_GAIN) -> list[str]:
+def start_near_population(model: nn.Module, gain: float = 0.1) -> list[str]:
     """Make the training of a converted, pretrained network start near frozen batch normalization.
 
     Each norm then predicts its pretrained statistics: the transition A is 0, the process noise R is the pretrained
@@ -73,7 +70,8 @@ def start_near_population(model: nn.Module, gain: float = POPULATION_GAIN) -> li
         The names of the norms with these initial values. Other norms were never trained and keep those of `convert`.
     """
     every = ((name, norm) for name, norm in model.named_modules() if isinstance(norm, BatchKalmanNorm))
-    norms = {name: norm for name, norm in every if norm.centered and _is_trained(norm)}
+    # Those whose running statistics are not at their initial values.
+    norms = {n: m for n, m in every if m.centered and bool(m.running_mean.any() or (m.running_var != 1).any())}
     if not norms:
         raise InputError(
             "no norm of this network can start near its population: pass a pretrained network from bkn_zoo.convert."
@@ -89,7 +87,3 @@ def start_near_population(model: nn.Module, gain: float = POPULATION_GAIN) -> li
         norm.start_near_batchnorm()
         norm.set_gain(gain)
     return list(norms)
-
-
-def _is_trained(norm: RunningNorm) -> bool:
-    return bool((norm.running_mean != 0).any() or (norm.running_var != 1).any())

@@ -82,17 +82,14 @@ def frozen_norms(whole: nn.Module, part: nn.Module) -> dict[str, str]:
         if not isinstance(norm, AnyBatchNorm):
             continue
         hooks = (norm._forward_hooks, norm._forward_pre_hooks, norm._backward_hooks, norm._backward_pre_hooks)
-        own_forward = type(norm).forward not in (AnyBatchNorm.forward, nn.SyncBatchNorm.forward)
+        known = type(norm).forward in (AnyBatchNorm.forward, nn.SyncBatchNorm.forward)
+        own_forward = "forward" in vars(norm) or not (known or type(norm).__module__ == "timm.layers.norm_act")
         if norm.running_mean is None:
             left[name] = "keeps no running statistics"
         elif any(hooks):
             left[name] = "has hooks, which expect the inputs and outputs of a batch norm"
-        elif is_parametrized(norm):
-            left[name] = "has parametrized weights"
-        elif "forward" in vars(norm):
-            left[name] = "its forward was replaced"
-        elif own_forward and type(norm).__module__ != "timm.layers.norm_act":
-            left[name] = f"a {type(norm).__name__}, which does more than normalize"
+        elif own_forward or is_parametrized(norm):
+            left[name] = f"a {type(norm).__name__} that does more than normalize"
         elif whole.training and not norm.training:
             left[name] = "frozen: in evaluation mode"
         elif trains and norm.weight is not None and not norm.weight.requires_grad:

@@ -107,22 +107,12 @@ class Converted(BeliefNetwork):
         others = getattr(self._original, "no_weight_decay", None)
         return no_weight_decay(self) | set(others(self) if others else ())
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for norm in linked_norms(self):  # norms in pickles of earlier versions do not know it
-            norm.link.default = self.default_statistics
-
     def _get_name(self) -> str:
         return f"Converted{self._original.__name__}"
 
     # For copies and pickles, which cannot import a class that is created here.
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _empty, (self._kind(), self._original, self._methods), self.__getstate__()
-
-    @classmethod
-    def _kind(cls) -> type["Converted"]:
-        """The class that is combined with the original's: this one, or a subclass."""
-        return cls.__mro__[1]
+        return _empty, (type(self).__mro__[1], self._original, self._methods), self.__getstate__()
 
 
 def _empty(kind: type[Converted], original: type[nn.Module], methods: tuple[str, ...]) -> Converted:
@@ -132,12 +122,7 @@ def _empty(kind: type[Converted], original: type[nn.Module], methods: tuple[str,
 
 @functools.cache
 def converted_class(kind: Any, original: Any, methods: tuple[str, ...]) -> Any:
-    """The class of converted networks of an original class.
-
-    Args:
-        kind: `Converted`, or a subclass of it.
-        methods: methods of the original, besides `forward`, that run norms.
-    """
+    """The class that combines `Converted`, or a subclass of it, with an original class whose methods run norms."""
     members: dict[str, Any] = {"_original": original, "_methods": methods, "__doc__": original.__doc__}
     members |= {"__module__": original.__module__, "__qualname__": original.__qualname__}
     if kind is Converted:
@@ -183,7 +168,7 @@ def _recompile(self: Any) -> Any:
 def _copy_graph(self: Any, memo: Any) -> Any:
     with _as_original(self):
         twin = copy.deepcopy(self, memo)
-    twin.__class__ = converted_class(self._kind(), type(twin), self._methods)  # type: ignore[arg-type]
+    twin.__class__ = converted_class(type(self).__mro__[1], type(twin), self._methods)  # type: ignore[arg-type]
     left_out = {name: value for name, value in vars(self).items() if name not in vars(twin)}
     vars(twin).update(copy.deepcopy(left_out, memo))
     return twin
@@ -347,18 +332,17 @@ def _inputs_of_part(model: nn.Module, name: str, inputs: Inputs) -> Inputs:
         found.append(Inputs(*tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (args, kwargs))))
 
     why = ""
-    for training in (model.training, not model.training):
-        with left_alone(), torch.no_grad():
-            twin = copy.deepcopy(model)
-            twin.train(training)
-            twin.get_submodule(name).register_forward_pre_hook(keep, with_kwargs=True, prepend=True)
-            try:
-                twin(*inputs.args, **inputs.kwargs)
-            except Exception as error:  # perhaps after the part was called
-                why = f" ({reason_of(error)})"
-        if found:
-            return found[0]
-    raise ConversionError(f"the part {name!r} is not called with this example{why}: pass another one.")
+    with left_alone(), torch.no_grad():
+        twin = copy.deepcopy(model)
+        twin.eval()
+        twin.get_submodule(name).register_forward_pre_hook(keep, with_kwargs=True, prepend=True)
+        try:
+            twin(*inputs.args, **inputs.kwargs)
+        except Exception as error:  # perhaps after the part was called
+            why = f" ({reason_of(error)})"
+    if not found:
+        raise ConversionError(f"the part {name!r} is not called with this example{why}: pass another one.")
+    return found[0]
 
 
 def _warn_of_missing_links(rows: Sequence[NormRow]) -> None:

@@ -53,13 +53,7 @@ def inputs_of(example: Any) -> Inputs:
 def plans_for(
     model: nn.Module, norms: list[str], example: Inputs | None, images: str | int | None
 ) -> dict[bool, ConversionPlan]:
-    """Plans for training and evaluation. One is missing if the network accepts the example in one mode only.
-
-    Args:
-        model: the network, which is not changed.
-        norms: the names of the norms to convert.
-        images: the input that contains the images.
-    """
+    """Plans for training and evaluation. One is missing if the network accepts the example in one mode only."""
     if example is None:
         tried = [(inputs, meta) for meta in (True, False) for inputs in made_up(model, quick=meta)]
     else:

@@ -1,8 +1,7 @@
 """Learns Kalman parameters without labels, from the network's own outputs."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sized
 from typing import Any
 
 import torch
@@ -10,7 +9,6 @@ from torch import Tensor, nn
 
 from bkn_zoo.conversion.batchnorm import start_near_population
 from bkn_zoo.errors import InputError
-from bkn_zoo.models.network import BeliefNetwork
 from bkn_zoo.norms.batch_kalman import BatchKalmanNorm, no_weight_decay
 from bkn_zoo.norms.recalibration import images_of
 from bkn_zoo.norms.running import left_in_its_modes
@@ -40,7 +38,7 @@ def learn_statistics(
     all norms, and A is linear.
 
     Args:
-        model: a pretrained network from `bkn_zoo.convert`, or with a converted part.
+        model: a pretrained network from `bkn_zoo.convert`.
         images: batches of unlabelled images, or tuples that begin with them. They are iterated once per epoch, so pass
             a DataLoader or a list, not a generator.
         epochs: number of epochs.
@@ -56,16 +54,41 @@ def learn_statistics(
     if gain is not None:
         start_near_population(model, gain)
     parameters = _kalman_parameters(model)
-    wanted = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    gains = [parameter for name, parameter in parameters.items() if name.endswith("raw_gain")]
+    others = [parameter for name, parameter in parameters.items() if not name.endswith("raw_gain")]
+    optimizer = torch.optim.Adam([{"params": others, "lr": lr}, {"params": gains, "lr": GAIN_RATE * lr}])
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
+    total = epochs * len(images) if isinstance(images, Sized) else None
+    before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    losses: list[float] = []
     try:
-        with left_in_its_modes(model):
+        with left_in_its_modes(model), bar(total, "learning statistics", "batch") as done:
             model.eval()  # not chained, because a custom train() may return nothing
             model.requires_grad_(False)
             for parameter in parameters.values():
                 parameter.requires_grad_(True)
-            return _learn(model, parameters, images, epochs, lr, jitter, loss or relative_error)
+            for _ in range(epochs):
+                values = []
+                for batch in images:
+                    x = images_of(batch).to(gains[0].device)
+                    with torch.no_grad():
+                        target = model(x, statistics="population")
+                    output = model(x if jitter is None else jitter(x), statistics="sample")
+                    value = (loss or relative_error)(output, target)
+                    optimizer.zero_grad()
+                    value.backward()
+                    optimizer.step()
+                    values.append(value.detach())
+                    done(1)
+                if not values:
+                    raise InputError("there are no images in this epoch: pass a list or a DataLoader, not a generator.")
+                losses.append(float(torch.stack(values).mean()))
+                if not math.isfinite(losses[-1]):
+                    raise InputError(f"the loss is {losses[-1]}: check the images, or choose a smaller learning rate.")
+                schedule.step()
+        return losses
     finally:
-        for parameter, requires_grad in wanted:
+        for parameter, requires_grad in before:
             parameter.requires_grad_(requires_grad)
             parameter.grad = None
 
@@ -81,58 +104,6 @@ def _kalman_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         )
     learning = no_weight_decay(model)
     return {name: parameter for name, parameter in model.named_parameters() if name in learning}
-
-
-def _learn(
-    model: nn.Module,
-    parameters: dict[str, nn.Parameter],
-    images: Iterable[Any],
-    epochs: int,
-    lr: float,
-    jitter: Callable[[Tensor], Tensor] | None,
-    loss: Callable[[Any, Any], Tensor],
-) -> list[float]:
-    gains = [parameter for name, parameter in parameters.items() if name.endswith("raw_gain")]
-    others = [parameter for name, parameter in parameters.items() if not name.endswith("raw_gain")]
-    optimizer = torch.optim.Adam([{"params": others, "lr": lr}, {"params": gains, "lr": GAIN_RATE * lr}])
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
-    total = epochs * len(images) if isinstance(images, Sized) else None
-    losses = []
-    with bar(total, "learning statistics", "batch") as done:
-        for _ in range(epochs):
-            values = []
-            for batch in images:
-                x = images_of(batch).to(gains[0].device)
-                with torch.no_grad(), _default_mode(model, "population"):
-                    target = model(x)
-                optimizer.zero_grad()
-                with _default_mode(model, "sample"):
-                    value = loss(model(x if jitter is None else jitter(x)), target)
-                value.backward()
-                optimizer.step()
-                values.append(value.detach())
-                done(1)
-            if not values:
-                raise InputError("there are no images in this epoch: pass a list or a DataLoader, not a generator.")
-            losses.append(float(torch.stack(values).mean()))
-            if not math.isfinite(losses[-1]):
-                raise InputError(f"the loss is {losses[-1]}: check the images, or choose a smaller learning rate.")
-            schedule.step()
-    return losses
-
-
-@contextmanager
-def _default_mode(model: nn.Module, mode: str) -> Iterator[None]:
-    """Set the statistics mode of calls of the network, or of its converted part."""
-    parts = [part for part in model.modules() if isinstance(part, BeliefNetwork)]
-    before = [part.default_statistics for part in parts]
-    try:
-        for part in parts:
-            part.default_statistics = mode
-        yield
-    finally:
-        for part, earlier in zip(parts, before, strict=True):
-            part.default_statistics = earlier
 
 
 def relative_error(output: Any, target: Any) -> Tensor:

@@ -57,17 +57,17 @@ def from_library(
 ) -> LibraryNetwork:
     """A classifier of torchvision or timm, converted; `pretrained` downloads the library's own weights first.
 
-    Args:
-        name: "torchvision:NAME" or "timm:NAME".
-        num_classes: outputs of the classifier; by default that of the library.
-        options: numbers and lists of numbers for the library's constructor.
+    The options are numbers and lists of numbers for the library's constructor.
     """
     build, load = library_functions(name)
     options = dict(options or {})
     ours = {option: options.pop(option) for option in ("standardized_weights", "transition_rank") if option in options}
     if pretrained and ours.get("standardized_weights"):
         raise InputError(f"the weights of {name} were not standardized in their training: omit standardized_weights.")
-    _check_options(name, options)
+    for option, value in options.items():
+        plain = all(isinstance(x, bool | int | float) for x in (value if isinstance(value, list | tuple) else [value]))
+        if option.startswith(REFUSED_OPTIONS) or not plain:
+            raise InputError(f"{name} does not support {option}={value!r}: options are numbers or lists of numbers.")
     classes = 1000 if num_classes is None else num_classes
     if not isinstance(classes, int) or classes < 1:
         raise InputError(f"num_classes is {classes!r}: choose a whole number of at least 1.")
@@ -143,12 +143,3 @@ def library_functions(name: str) -> tuple[Callable[..., nn.Module], Callable[[],
     raise UnknownNameError(
         f"the installed {library} has no classifier {network!r}: correct the name, or upgrade {library}."
     )
-
-
-def _check_options(name: str, options: Mapping[str, Any]) -> None:
-    for option, value in options.items():
-        plain = all(isinstance(x, bool | int | float) for x in (value if isinstance(value, list | tuple) else [value]))
-        if option.startswith(REFUSED_OPTIONS) or not plain:
-            raise InputError(
-                f"{name} does not support {option}={value!r}: options must be numbers or lists of numbers."
-            )

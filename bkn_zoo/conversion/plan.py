@@ -36,8 +36,6 @@ class NormCall:
     """A call of a norm that will be converted.
 
     Attributes:
-        name: name of the module.
-        features: number of channels.
         pieces: pieces of its transition; none for a first layer.
         ordered: whether rows are known to be grouped by image, if an image has several.
         single: whether each row is an image.
@@ -256,7 +254,7 @@ class Planner(TorchDispatchMode):
 
     def find_foldable(self, output: Any) -> None:
         """The norms that can be folded into a convolution, because nothing else uses its output."""
-        returned = {id(vars(x).get("_bkn_tag")) for _, x in tensors_in(output)}
+        returned = {id(vars(x).get("_bkn_tag")) for x in tensors_in(output)}
         convs, norms = [name for name, _ in self.convolved], [name for name, _ in self.normed]
         for name, tag in self.normed:
             conv = tag.convolution

@@ -45,12 +45,7 @@ def _posing_class(kind: type[BatchKalmanNorm]) -> Any:
 
 
 def replace_norms(model: nn.Module, plans: dict[bool, ConversionPlan], prefix: str, rank: int | None) -> None:
-    """Replace every batch norm of the plans by BKN, under all of its names.
-
-    Args:
-        prefix: prefix of the names of norms in messages.
-        rank: of full transitions, as in `BatchKalmanNorm`.
-    """
+    """Replace every batch norm of the plans by BKN, under all of its names; messages name it with a prefix."""
     network, places = secrets.token_hex(4), list(model.named_modules(remove_duplicate=False))
     for name, call in {call.name: call for plan in plans.values() for call in plan.calls}.items():
         norm = model.get_submodule(name)
@@ -68,11 +63,8 @@ def replace_norms(model: nn.Module, plans: dict[bool, ConversionPlan], prefix: s
 
 def _kalman_norm(norm: AnyBatchNorm, call: NormCall, rank: int | None) -> BatchKalmanNorm:
     """A BKN layer for a batch norm: nearly the same in training, the same at inference."""
-    kind: type[BatchKalmanNorm] = BatchKalmanNorm2d
-    if isinstance(norm, nn.BatchNorm1d):
-        kind = BatchKalmanNorm1d
-    elif isinstance(norm, nn.BatchNorm3d):
-        kind = BatchKalmanNorm3d
+    kinds = {nn.BatchNorm1d: BatchKalmanNorm1d, nn.BatchNorm3d: BatchKalmanNorm3d}
+    kind = next((ours for theirs, ours in kinds.items() if isinstance(norm, theirs)), BatchKalmanNorm2d)
     assert norm.running_mean is not None
     like = norm.running_mean if norm.weight is None else norm.weight
     below = sum(len(piece.sources) for piece in call.pieces) or None
@@ -83,8 +75,6 @@ def _kalman_norm(norm: AnyBatchNorm, call: NormCall, rank: int | None) -> BatchK
     )  # fmt: skip
     layer.load_state_dict({k: v for k, v in norm.state_dict().items() if "." not in k}, strict=False)
     layer.weight, layer.bias = norm.weight, norm.bias  # the same parameters, which may be shared or frozen
-    for name, child in norm.named_children():
-        layer.add_module(name, child)
     layer.dims = ANY_DIMS
     layer.train(norm.training)
     layer.track_running_stats = norm.track_running_stats

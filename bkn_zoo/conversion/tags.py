@@ -5,7 +5,7 @@ and the number of its image. An operation that moves features (a concatenation, 
 same way. A tag has size 1 along a dimension in which all numbers are equal.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bkn_zoo.torch_internals import tree_map
+from bkn_zoo.torch_internals import tree_leaves, tree_map
 
 NOTHING = 0
 """The number of all channels without a belief, such as constants."""
@@ -104,15 +104,10 @@ def without(images: Tensor, dims: Sequence[int]) -> Tensor:
     return images
 
 
-def tensors_in(output: Any, name: str = "output") -> Iterator[tuple[str, Tensor]]:
-    """The tensors in the output of a network (lists, dicts, dataclasses), with names."""
-    if isinstance(output, Tensor):
-        yield name, output
-    elif isinstance(output, Mapping):
-        for key, value in output.items():
-            yield from tensors_in(value, f"{name}.{key}")
-    elif isinstance(output, list | tuple):
-        for place, value in enumerate(output):
-            yield from tensors_in(value, f"{name}.{place}")
-    elif hasattr(output, "__dict__") and not callable(output):
-        yield from tensors_in(vars(output), name)
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """The tensors in the output of a network (lists, dicts, dataclasses)."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif hasattr(leaf, "__dict__") and not callable(leaf):
+            yield from tensors_in(vars(leaf))

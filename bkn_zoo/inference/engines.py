@@ -100,14 +100,12 @@ class Engine:
     The engine shares unchanged weights with the model. If the model changes, by training, other weights or other
     modules, the engine prepares it again; do not use the engine while the model changes. Call `refresh` after changes
     that PyTorch does not count: of a tensor's `.data`, of a tensor made in inference mode, or by a captured step.
-
-    Attributes:
-        name: "torch" or "openvino".
-        streams: images that run at once.
     """
 
     name: str
     streams = 1
+    _fastest_precision: Callable[[], str]
+    _run: Callable[[Tensor, Statistics], Tensor]
 
     def __init__(self, model: BeliefNetwork, device: str = "cpu", precision: str = "f32") -> None:
         if precision not in PRECISIONS:
@@ -154,12 +152,6 @@ class Engine:
     def precision_at(self, mode: str) -> str:
         """The precision of a statistics mode. With precision="auto", it can differ from `precision`."""
         return self.precision
-
-    def _fastest_precision(self) -> str:
-        raise NotImplementedError
-
-    def _run(self, images: Tensor, statistics: Statistics) -> Tensor:
-        raise NotImplementedError
 
     def _outdated(self) -> bool:
         """Whether the model has changed. Then it is prepared again."""
@@ -233,10 +225,7 @@ class TorchEngine(Engine):
 
 
 class OpenVINOEngine(Engine):
-    """OpenVINO on a CPU. It runs as many images of a batch at once as it has streams, because batches gain nothing.
-
-    The network's own code runs once on symbols and builds the graph (`inference/symbols.py`).
-    """
+    """OpenVINO on a CPU. It runs as many images of a batch at once as it has streams, because batches gain nothing."""
 
     name = "openvino"
 
@@ -310,10 +299,9 @@ def too_large_for_f16(model: nn.Module, mode: str) -> str | None:
     return None
 
 
-def _native() -> list[str]:
+def _native() -> Any:
     """What OpenVINO lists as native on this processor, such as FP32 and BF16."""
-    found: list[str] = core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-    return found
+    return core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
 
 
 def _writes_its_graph(model: BeliefNetwork) -> bool:

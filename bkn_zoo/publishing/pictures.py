@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -16,10 +15,8 @@ from bkn_zoo.training.datasets import FileImages, Images
 from bkn_zoo.training.evaluation import measure_accuracy, show_top1
 
 MOST_CLASSES = 30  # so that names are readable
-MOST_NUMBERS = 15  # so that percentages are readable
 SHEET = (4, 6)  # rows and columns of mistakes
 LETTERS = 20  # most letters of a label
-INCHES = 0.085  # width of a letter of the title
 
 
 def check_matplotlib() -> None:
@@ -32,39 +29,32 @@ def check_matplotlib() -> None:
 def draw(
     folder: Path, images: Images, logits: Tensor, labels: Tensor, names: Sequence[str], title: str
 ) -> tuple[Path, Path]:
-    """Write confusion.png and mistakes.png.
-
-    Args:
-        images: the evaluated images; files that could not be read have no row in `logits` and `labels`.
-        title: title of both pictures; the number of correct answers is added.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write confusion.png and mistakes.png. Files that could not be read have no row in `logits` and `labels`."""
     scores, found = logits.softmax(1).cpu().max(1)
-    labels = labels.cpu()
+    accuracy, labels = show_top1(measure_accuracy(logits, labels)), labels.cpu()
     right = int((found == labels).sum())
-    title = (
-        f"{title}\n{right:,} of {len(labels):,} right: {show_top1(measure_accuracy(logits, labels.to(logits.device)))}"
-    )
+    title = f"{title}\n{right:,} of {len(labels):,} right: {accuracy}"
     paths = folder / "confusion.png", folder / "mistakes.png"
     counts = torch.zeros(len(names), len(names), dtype=torch.long)
     counts.index_put_((labels, found), torch.ones_like(labels), accumulate=True)
-    confusion(counts.numpy(), names, title).savefig(paths[0], dpi=130)
+    confusion(counts.numpy(), names, title).savefig(paths[0], dpi=130, bbox_inches="tight")
     sure = scores.masked_fill(found == labels, -1.0).argsort(descending=True, stable=True)
     wrong = sure[: min(SHEET[0] * SHEET[1], len(labels) - right)].tolist()
     sheet = [(*_picture(images, k), names[int(labels[k])], names[int(found[k])], float(scores[k])) for k in wrong]
-    mistakes(sheet, title).savefig(paths[1], dpi=130)
+    mistakes(sheet, title).savefig(paths[1], dpi=130, bbox_inches="tight")
     return paths
 
 
 def confusion(counts: np.ndarray, names: Sequence[str], title: str) -> Any:
     """A confusion matrix: the percentage of images of each class (rows) that are classified as each class (columns).
 
-    With too many classes to read, it shows those that are confused most, and one column for all other classes.
+    With too many classes to read, it shows those with most mistakes, and one column for all other classes.
     """
     from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure
 
-    chosen = np.sort(_most_confused(counts))
+    errors = counts.sum(0) + counts.sum(1) - 2 * counts.diagonal()
+    chosen = np.sort(np.argsort(-errors, kind="stable")[:MOST_CLASSES])
     percent = 100 * counts / np.maximum(counts.sum(1, keepdims=True), 1)
     shown = percent[np.ix_(chosen, chosen)]
     columns = [_label_text(names[k]) for k in chosen]
@@ -80,26 +70,9 @@ def confusion(counts: np.ndarray, names: Sequence[str], title: str) -> Any:
     axes.set_xticks(range(len(columns)), columns, rotation=90)
     axes.set_yticks(range(len(chosen)), columns[: len(chosen)])
     axes.set(xlabel="taken for", ylabel="is")
-    # Wrapped here, because the layout does not reserve space for lines that matplotlib wraps.
-    width = int((side + 1.2) / INCHES)
-    figure.suptitle("\n".join(part for line in title.splitlines() for part in wrap(line, width)), fontsize=10)
+    figure.suptitle(title, fontsize=10)
     figure.colorbar(drawn, label="percent of the class", ticks=[0, 1, 5, 10, 25, 50, 75, 100], shrink=0.8)
-    if len(chosen) <= MOST_NUMBERS:
-        for row, column in zip(*shown.nonzero(), strict=True):
-            value = shown[row, column]
-            colour = "white" if value > 35 else "black"
-            axes.text(column, row, f"{value:.0f}", ha="center", va="center", color=colour, fontsize=8)
     return figure
-
-
-def _most_confused(counts: np.ndarray) -> np.ndarray:
-    """The classes of the most confused pairs, as many as can be read."""
-    pairs = counts + counts.T
-    np.fill_diagonal(pairs, 0)
-    ordered = np.argsort(-pairs, axis=None, kind="stable")
-    classes = np.stack(np.unravel_index(ordered, pairs.shape), axis=1).flatten()
-    _, first = np.unique(classes, return_index=True)
-    return classes[np.sort(first)][:MOST_CLASSES]
 
 
 def mistakes(shown: Sequence[tuple[Image.Image, str, str, str, float]], title: str) -> Any:
@@ -118,7 +91,7 @@ def mistakes(shown: Sequence[tuple[Image.Image, str, str, str, float]], title: s
         look: dict[str, Any] = {"transform": axes.transAxes, "ha": "center"}
         answer = f"{_label_text(taken_for)}, {100 * score:.0f} %"
         axes.text(0.5, 1.03, answer, fontsize=9, color="firebrick", **look)
-        axes.text(0.5, -0.04, _label_text(file, keep_end=True), va="top", fontsize=7, color="grey", **look)
+        axes.text(0.5, -0.04, _label_text(file), va="top", fontsize=7, color="grey", **look)
     return figure
 
 
@@ -132,8 +105,7 @@ def _picture(images: Images, row: int) -> tuple[Image.Image, str]:
     return Image.fromarray(images.images[row].permute(1, 2, 0).cpu().numpy()), f"number {row}"
 
 
-def _label_text(text: str, keep_end: bool = False) -> str:
+def _label_text(text: str) -> str:
     """Shortened text, escaped so that matplotlib does not parse it as mathematics."""
-    if len(text) > LETTERS:
-        text = "…" + text[1 - LETTERS :] if keep_end else text[: LETTERS - 1] + "…"
+    text = text if len(text) <= LETTERS else f"{text[: LETTERS // 2]}…{text[-LETTERS // 2 + 1 :]}"
     return text.replace("$", r"\$")

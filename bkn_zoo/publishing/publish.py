@@ -16,25 +16,20 @@ def validate(folder: Path) -> None:
     """Refuse a folder that does not load, has other outputs than stored, or disagrees with its card."""
     files_of(folder)
     verify_golden(folder)
-    config, card = Config.read(folder / CONFIG), (folder / CARD).read_text()
-    if not is_card(card, config):
+    if not is_card((folder / CARD).read_text(), Config.read(folder / CONFIG)):
         raise CheckpointError(
             f"{folder / CARD} does not agree with config.json: write the card again, or publish the folder with "
             "bkn_zoo.push_to_hub."
         )
 
 
-def publish(folder: Path, name: str, namespace: str, *, private: bool = False, dry_run: bool = False) -> None:
+def publish(folder: Path, repository: str, *, private: bool = False, dry_run: bool = False) -> None:
     """Validate a checkpoint, list its files and, unless it is a dry run, publish it.
 
     Args:
-        folder: the folder of the checkpoint.
-        name: name of the repository; the card keeps the checkpoint's name.
-        namespace: the user or organization that owns the repository.
+        repository: "owner/repo"; the card keeps the checkpoint's name.
         private: whether a new repository is private.
-        dry_run: whether to change nothing.
     """
-    repository = f"{namespace}/{name}"
     check_repository(repository)
     validate(folder)
     print(f"{repository}: {folder} loads, reproduces its outputs and agrees with its card", flush=True)

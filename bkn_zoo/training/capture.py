@@ -1,6 +1,7 @@
 """A training step in a CUDA graph, which is captured once and replayed without Python."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,55 +26,40 @@ def captured(step: Callable[..., Tensor], eager_steps: int | None = None) -> Cal
             ones, and tensors on a CPU, run normally.
         eager_steps: number of calls before the capture; by default 3, or 12 with several processes.
     """
-    if eager_steps is None:
-        eager_steps = EAGER_STEPS_TOGETHER if dist.is_initialized() else EAGER_STEPS
-    return _Captured(step, eager_steps)
+    left = EAGER_STEPS_TOGETHER if dist.is_initialized() else EAGER_STEPS
+    left = left if eager_steps is None else eager_steps
+    kind: list[Any] = []  # shapes and types of the first batch
+    buffers, graph, result = list[Tensor](), None, torch.empty(0)
 
-
-class _Captured:
-    def __init__(self, step: Callable[..., Tensor], eager_steps: int) -> None:
-        self.step, self.left = step, eager_steps
-        self.kind: list[Any] = []  # shapes and types of the first batch
-        self.replay: Callable[..., Tensor] | None = None
-
-    def __call__(self, *batch: Tensor) -> Tensor:
-        kind = [(part.shape, part.dtype) for part in batch]
-        self.kind = self.kind or kind
-        if not batch[0].is_cuda or kind != self.kind:
-            return self.step(*batch)
-        if self.left > 0:
-            self.left -= 1
+    def call(*batch: Tensor) -> Tensor:
+        nonlocal left, kind, buffers, graph, result
+        own = [(part.shape, part.dtype) for part in batch]
+        kind = kind or own
+        if not batch[0].is_cuda or own != kind:
+            return step(*batch)
+        if left > 0:
+            left -= 1
             with side_stream():
-                return self.step(*batch)
-        if self.replay is None:
-            self.replay = self._capture(batch)
-        return self.replay(*batch)
+                return step(*batch)
+        if graph is None:
+            buffers, recording = [part.clone() for part in batch], torch.cuda.CUDAGraph()
+            # "thread_local": threads that pin memory for a DataLoader or monitor NCCL may continue meanwhile.
+            with torch.cuda.graph(recording, capture_error_mode="thread_local"):
+                result = step(*buffers)
+            graph = recording
+        for buffer, part in zip(buffers, batch, strict=True):
+            buffer.copy_(part)
+        graph.replay()
+        return result.clone()
 
-    def _capture(self, batch: Sequence[Tensor]) -> Callable[..., Tensor]:
-        buffers = [part.clone() for part in batch]
-        graph = torch.cuda.CUDAGraph()
-        # "thread_local": threads that pin memory for a DataLoader or monitor NCCL may continue meanwhile.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            result = self.step(*buffers)
-
-        def replay(*batch: Tensor) -> Tensor:
-            for buffer, part in zip(buffers, batch, strict=True):
-                buffer.copy_(part)
-            graph.replay()
-            return result.clone()
-
-        return replay
+    return call
 
 
-class side_stream:  # noqa: N801
+@contextmanager
+def side_stream() -> Iterator[None]:
     """Run work on a separate stream, which a capture needs for the steps before it."""
-
-    def __enter__(self) -> None:
-        self.side = torch.cuda.Stream()
-        self.side.wait_stream(torch.cuda.current_stream())
-        self.context = torch.cuda.stream(self.side)
-        self.context.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self.context.__exit__(*error)
-        torch.cuda.current_stream().wait_stream(self.side)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        yield
+    torch.cuda.current_stream().wait_stream(side)

@@ -5,7 +5,7 @@ a quarter of what floats would take. A batch depends only on the seed, the epoch
 training continues with the same batches. The host never waits for a GPU.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,23 +18,20 @@ from torch.utils.data import DataLoader, Dataset
 from bkn_zoo.errors import ImageError, InputError
 from bkn_zoo.images import Preprocessing, enlarge, normalize, open_image
 from bkn_zoo.images.reading import resized_square
+from bkn_zoo.modes import MODES
 from bkn_zoo.training.augmentation import Batch, generator, mix, random_crop, vary
-from bkn_zoo.training.datasets import ArrayImages, Data, FileImages, Images, Squares
+from bkn_zoo.training.datasets import CACHED_BYTES, ArrayImages, Data, FileImages, Images
 from bkn_zoo.training.interruption import leave_group
 from bkn_zoo.training.recipes import Augmentation
 
 
 class Runtime(NamedTuple):
-    """How a training runs.
-
-    Attributes:
-        workers: processes that decode image files.
-        quiet: whether nothing is printed.
-    """
+    """How a training runs: `workers` decode image files, `quiet` prints nothing, `modes` are measured."""
 
     device: torch.device
     workers: int = 0
     quiet: bool = False
+    modes: Sequence[str] = MODES
 
 
 def training_batches(
@@ -47,8 +44,6 @@ def training_batches(
     """
     order = torch.randperm(len(data.train), generator=generator("cpu", seed, epoch))
     count = len(order) // (batch * ranks)
-    if not count:
-        raise InputError(f"{len(data.train)} training images do not fill a batch of {batch * ranks}: make it smaller.")
     rows = order[: count * batch * ranks].view(count, ranks, batch)[skip:, rank]
     classes = torch.eye(len(data.label_names), device=device)
     varied = augmentation
@@ -59,7 +54,7 @@ def training_batches(
             _Files(data.train, data.preprocessing, crops), batch_sampler=rows.tolist(), num_workers=workers,
             pin_memory=device.type == "cuda", worker_init_fn=leave_group,
         )  # fmt: skip
-        found = _read_files(loader, data.train, data.label_names)
+        found = _read(loader, data.train)
     else:
         found = ((data.train.images[chosen], data.train.labels[chosen]) for chosen in rows.to(data.train.images.device))
     for number, (pixels, labels) in enumerate(found, start=skip):
@@ -70,40 +65,32 @@ def training_batches(
         yield mix(images, targets, augmentation, seed, epoch, number, rank)
 
 
-def _read_files(loader: Any, images: FileImages, label_names: list[str]) -> Iterator[tuple[Tensor, Tensor]]:
-    for pixels, labels, broken in loader:
-        images.report_broken(broken[broken >= 0].tolist(), label_names)
-        yield pixels, labels
-
-
 def evaluation_batches(
-    data: Data, images: Images, batch: int, device: torch.device, workers: int = 0, strict: bool = False
-) -> Iterator[Batch]:
-    """All images in order, preprocessed as for inference.
-
-    Unreadable files are left out. If `strict`, a class without a readable file is an error.
-    """
+    data: Data, images: Images, batch: int, device: torch.device, workers: int = 0
+) -> Iterator[Batch]:  # fmt: skip
+    """All images in order, preprocessed as for inference. Unreadable files are left out."""
     classes = torch.eye(len(data.label_names), device=device)
     if isinstance(images, ArrayImages):
-        for start in range(0, len(images), batch):
-            pixels = images.images[start : start + batch].to(device)
-            labels = images.labels[start : start + batch].to(device)
-            yield Batch(_input(pixels, data.preprocessing), classes[labels])
-        return
-    files = _Files(images, data.preprocessing)
-    loader = DataLoader(files, batch_size=batch, num_workers=workers, worker_init_fn=leave_group)
+        found: Any = zip(images.images.split(batch), images.labels.split(batch), strict=True)
+    else:
+        files = _Files(images, data.preprocessing)
+        loader = DataLoader(files, batch_size=batch, num_workers=workers, worker_init_fn=leave_group)
+        found = _read(loader, images, keep_all=False)
+    for pixels, labels in found:
+        # Images may have the native size of their data set.
+        pixels = enlarge(pixels.to(device).float() / 255, data.preprocessing.size, data.preprocessing.interpolation)
+        yield Batch(normalize(pixels, data.preprocessing), classes[labels.to(device)])
+
+
+def _read(loader: Any, images: FileImages, keep_all: bool = True) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches of files; those that could not be read were replaced by others, which are kept or not."""
     for pixels, labels, broken in loader:
-        images.report_broken(broken[broken >= 0].tolist(), data.label_names if strict else None)
+        images.report_broken(broken[broken >= 0].tolist())
         good = broken < 0
-        pixels, labels = pixels[good].to(device), labels[good].to(device)
-        if len(labels):
-            yield Batch(_input(pixels, data.preprocessing), classes[labels])
-
-
-def _input(pixels: Tensor, preprocessing: Preprocessing) -> Tensor:
-    """The input of the network for images (images, 3, side, side) of bytes, which may have the native size."""
-    pixels = enlarge(pixels.float() / 255, preprocessing.size, preprocessing.interpolation)
-    return normalize(pixels, preprocessing)
+        if keep_all or good.all():
+            yield pixels, labels
+        elif good.any():
+            yield pixels[good], labels[good]
 
 
 class _Files(Dataset[tuple[Tensor, int, int]]):
@@ -118,10 +105,7 @@ class _Files(Dataset[tuple[Tensor, int, int]]):
     ) -> None:  # fmt: skip
         self.images, self.preprocessing, self.crops = images, preprocessing, crops
         self.side = preprocessing.native_size or preprocessing.size
-        how = self.side, preprocessing.interpolation, preprocessing.crop
-        if how not in images.squares:
-            images.squares[how] = Squares(len(images), self.side)
-        self.squares = images.squares[how]
+        self.keep = 3 * self.side**2 * len(images) <= CACHED_BYTES
 
     def __len__(self) -> int:
         return len(self.images)
@@ -140,12 +124,13 @@ class _Files(Dataset[tuple[Tensor, int, int]]):
         if self.crops is not None:
             scale, *numbers = self.crops
             return _as_bytes(random_crop(open_image(self.images.paths[candidate]), scale, self.side, *numbers, row))
-        pixels = self.squares.get(candidate)  # from the cache after the first epoch
-        if pixels is None:
-            p = self.preprocessing
-            image = open_image(self.images.paths[candidate])
-            pixels = _as_bytes(resized_square(image, self.side, p.interpolation, p.crop))
-            self.squares.put(candidate, pixels)
+        p = self.preprocessing
+        key = candidate, self.side, p.interpolation, p.crop
+        if key in self.images.squares:
+            return self.images.squares[key]
+        pixels = _as_bytes(resized_square(open_image(self.images.paths[candidate]), self.side, p.interpolation, p.crop))
+        if self.keep:  # until the training ends; in a worker, until the epoch does
+            self.images.squares[key] = pixels
         return pixels
 
 

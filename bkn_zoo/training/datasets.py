@@ -1,16 +1,16 @@
 """Data sets by name: images in memory or as files, split into training, validation and test images."""
 
 import hashlib
-import mmap
 import os
 import pickle
-import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import repeat
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,23 +31,14 @@ MEAN_STD = {
     "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
 }
 
+# Where the official archives are
 SOURCES = {
     "cifar10": "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",
     "cifar100": "https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",
     "tiny_imagenet": "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
 }
-"""Where the official archives are."""
-
-SPLITS = (
-    ("train", "training"),
-    ("val", "valid", "validation", "dev"),
-    ("test", "testing"),
-    ("eval", "evaluation"),
-)
-"""Names of folders, in any case: training, validation, test, and one for whichever of the last two is missing."""
-
-
-# Sets of images
+# Names of folders, in any case
+SPLITS = (("train", "training"), ("val", "valid", "validation", "dev", "eval"), ("test", "testing"))
 
 
 @dataclass(frozen=True)
@@ -70,47 +61,14 @@ class ArrayImages:
         return ArrayImages(self.images.to(device), self.labels.to(device))
 
 
-class Squares:
-    """A cache of the central squares of `count` files as bytes, filled as files are decoded.
-
-    Forked processes share the memory. A spawned process gets an empty cache and decodes by itself.
-    """
-
-    def __init__(self, count: int, side: int) -> None:
-        self.side = side
-        self.pixels: Tensor | None = None
-        size = 3 * side * side
-        if 0 < count * (size + 1) <= CACHED_BYTES:
-            values = torch.from_numpy(np.frombuffer(mmap.mmap(-1, count * (size + 1)), np.uint8))
-            self.pixels, self.known = values[: count * size].view(count, 3, side, side), values[count * size :]
-
-    def __reduce__(self) -> Any:
-        return Squares, (0, self.side)
-
-    def get(self, row: int) -> Tensor | None:
-        """The square's bytes, which must not be changed; None if the file is not in the cache."""
-        return None if self.pixels is None or not self.known[row] else self.pixels[row]
-
-    def put(self, row: int, pixels: Tensor) -> None:
-        """Store the bytes of a square."""
-        if self.pixels is not None:
-            self.pixels[row] = pixels
-            self.known[row] = 1
-
-
 @dataclass(frozen=True)
 class FileImages:
-    """Image files: paths and labels, and a record of unreadable files.
-
-    Attributes:
-        unreadable: files that cannot be read.
-        squares: central squares that have been decoded, by size, interpolation and crop.
-    """
+    """Image files, those that cannot be read, and the decoded squares of a set that fits into memory."""
 
     paths: list[Path]
     labels: list[int]
     unreadable: set[Path] = field(default_factory=set)
-    squares: dict[Any, Squares] = field(default_factory=dict, compare=False)
+    squares: dict[Any, Tensor] = field(default_factory=dict, compare=False)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -125,44 +83,12 @@ class FileImages:
     def to(self, device: torch.device) -> "FileImages":
         return self
 
-    def report_broken(self, rows: list[int], names: Sequence[str] | None = None) -> None:
-        """Report and count every unreadable file once.
-
-        Args:
-            names: names of the classes; a class without a readable file is refused.
-        """
-        for row in rows:
-            path = self.paths[row]
+    def report_broken(self, rows: list[int]) -> None:
+        """Report and count every unreadable file once."""
+        for path in (self.paths[row] for row in rows):
             if path not in self.unreadable:
                 self.unreadable.add(path)
                 say(f"{path} cannot be read as an image and is left out ({len(self.unreadable)} so far)")
-                if names is not None:
-                    self._refuse_lost_class(self.labels[row], names)
-
-    def _refuse_lost_class(self, label: int, names: Sequence[str]) -> None:
-        paths = [path for path, other in zip(self.paths, self.labels, strict=True) if other == label]
-        if not any(path not in self.unreadable and _can_be_read(path) for path in paths):
-            one = len(paths) == 1
-            what = "the only image" if one else f"none of the {len(paths)} images"
-            which = f"cannot be read ({paths[0]})" if one else f"can be read, such as {paths[0]}"
-            raise InputError(
-                f"{what} of {names[label]!r} {which}: replace {'it' if one else 'them'}, or remove the class."
-            )
-
-    def say_left_out(self, kind: str) -> None:
-        """At the end, report how many of these images could not be read."""
-        if self.unreadable:
-            images = f"{kind} images" if kind else "images"
-            verb = "was" if len(self.unreadable) == 1 else "were"
-            say(f"{len(self.unreadable)} of {len(self)} {images} could not be read, and {verb} left out")
-
-
-def _can_be_read(path: Path) -> bool:
-    try:
-        open_image(path)
-    except ImageError:
-        return False
-    return True
 
 
 Images = ArrayImages | FileImages
@@ -172,8 +98,7 @@ Images = ArrayImages | FileImages
 class Data:
     """A data set with its splits. Choices are made on `validation`; `test`, if any, gives the published accuracy.
 
-    Attributes:
-        held_out: whether the validation images are a share of the training images, and not a separate set.
+    If `held_out`, the validation images are a share of the training images.
     """
 
     name: str
@@ -201,21 +126,20 @@ class Data:
 
 # Data sets by name
 
+# Training, validation and test images (None if there is no such set), labels and preprocessing
 Loaded = tuple[Images, Images | None, Images | None, list[str], Preprocessing]
-"""Training, validation and test images (None if there is no such set), labels and preprocessing."""
 
 
 def load_data(name: str, root: str | Path, size: int | None = None, validation: float | None = 0.1) -> Data:
     """A data set by name: "cifar10", "cifar100", "tiny_imagenet", or "folder" for a tree of image files.
 
     Args:
-        name: the data set.
         root: the folder of the official files. For "folder", a folder with one subfolder per class; or such folders in
-            `train` and `val` (or `valid`, `validation`, `dev`), which is then the test set; or in `train`, `val` and
-            `test`. A folder `eval` counts as `val` or `test`, whichever is missing. Otherwise there is no test set.
+            `train` and `val` (or `valid`, `validation`, `dev`, `eval`), which is then the test set; or in `train`,
+            `val` and `test`. Otherwise there is no test set.
         size: side of the network's input; by default that of the images, or 224 for files.
-        validation: share of the training images to hold out for validation, if there is no such folder; for "folder",
-            of each class. None holds out no images.
+        validation: share of the training images to hold out if there is no such folder (for "folder", of each class);
+            None holds out no images.
     """
     root = Path(root)
     loaders: dict[str, Callable[[str, Path, int | None], Loaded]] = {
@@ -223,9 +147,8 @@ def load_data(name: str, root: str | Path, size: int | None = None, validation: 
     }  # fmt: skip
     if name not in loaders:
         raise InputError(f"unknown data set {name!r}: choose one of {', '.join(loaders)}.")
-    _check_root(root)
-    if validation is not None and not 0 < validation < 1:
-        raise InputError(f"validation is {validation}: choose a share between 0 and 1.")
+    if not root.is_dir():
+        raise InputError(f"there is no folder {root}: pass the folder of the data set.")
     everything, chosen, test, label_names, preprocessing = loaders[name](name, root, size)
     if chosen is not None:
         return Data(name, everything, chosen, test, label_names, preprocessing, held_out=False)
@@ -243,11 +166,6 @@ def load_data(name: str, root: str | Path, size: int | None = None, validation: 
     return Data(name, train, chosen, test, label_names, preprocessing)
 
 
-def _check_root(root: Path) -> None:
-    if not root.is_dir():
-        raise InputError(f"there is no folder {root}: pass the folder of the data set.")
-
-
 def _some_of_each(order: Tensor, labels: Tensor, share: float) -> Tensor:
     """The first images of each class in this order: its share, at least one, but not the only one."""
     by_class = order[labels[order].argsort(stable=True)].split(labels.bincount().tolist())
@@ -255,11 +173,7 @@ def _some_of_each(order: Tensor, labels: Tensor, share: float) -> Tensor:
 
 
 def fingerprint(data: Data, root: Path) -> str:
-    """A hash of names and labels that identifies the training and validation images.
-
-    Args:
-        root: the folder of the images, which may be moved.
-    """
+    """A hash of labels and names, without the folder `root`, that identifies training and validation images."""
     digest = hashlib.sha256()
     for images in (data.train, data.validation):
         digest.update(f"{len(images)}\n".encode())
@@ -270,29 +184,6 @@ def fingerprint(data: Data, root: Path) -> str:
         else:
             digest.update(images.labels.cpu().numpy().tobytes())
     return digest.hexdigest()
-
-
-Decoded = TypeVar("Decoded")
-
-
-def decoded_once(folder: Path, name: str, root: Path, decode: Callable[[], Decoded]) -> Decoded:
-    """The result of `decode`, cached in a file in `folder`, which all processes map.
-
-    Args:
-        folder: folder of decoded images.
-        name: name of the file, which contains everything that the images depend on except `root`.
-        root: the folder of the image files.
-        decode: reads the images; returns `Data`, or tensors in dictionaries and tuples.
-    """
-    path = folder / f"{name}.{zlib.crc32(str(root.resolve()).encode()):08x}.pt"
-    if not path.exists():
-        decoded = decode()
-        folder.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_suffix(f".{os.getpid()}.tmp")
-        torch.save(decoded, scratch)
-        os.replace(scratch, path)
-    with torch.serialization.safe_globals([Data, ArrayImages, Preprocessing]):  # so that loading runs no other code
-        return torch.load(path, mmap=True, weights_only=True)
 
 
 # Official layouts
@@ -316,9 +207,7 @@ def _cifar(name: str, root: Path, size: int | None) -> Loaded:
             with path.open("rb") as stream:
                 content = _CifarUnpickler(stream, encoding="bytes").load()
             return [content[key] for key in keys]
-        except KeyError as error:
-            raise InputError(f"{path} is not the official file (it lacks {error}): download it again.") from None
-        except (pickle.UnpicklingError, EOFError, ValueError, AttributeError, IndexError, TypeError) as error:
+        except Exception as error:  # damaged bytes can raise anything
             raise InputError(f"{path} is not the official file ({error}): download it again.") from None
 
     def images(files: list[str]) -> ArrayImages:
@@ -343,23 +232,14 @@ class _CifarUnpickler(pickle.Unpickler):
 
 def _tiny_imagenet(name: str, root: Path, size: int | None) -> Loaded:
     """The folder tiny-imagenet-200 of the official archive; its annotated validation images are the test images."""
-    for file in ("wnids.txt", "words.txt", "val/val_annotations.txt"):
-        if not (root / file).is_file():
-            raise InputError(
-                f"{root / file} does not exist: unpack {SOURCES[name]}, and pass its folder tiny-imagenet-200."
-            )
+    if not (root / "wnids.txt").is_file():
+        raise InputError(f"{root}/wnids.txt does not exist: unpack {SOURCES[name]}, and pass its folder.")
     identifiers = (root / "wnids.txt").read_text().split()
     number = {identifier: k for k, identifier in enumerate(identifiers)}
     words = dict(line.split("\t", 1) for line in (root / "words.txt").read_text().splitlines() if "\t" in line)
     train = [(path, number[w]) for w in identifiers for path in sorted((root / "train" / w / "images").glob("*.JPEG"))]
-    test = []
-    for line in (root / "val" / "val_annotations.txt").read_text().splitlines():
-        file, identifier, *_ = [*line.split("\t"), ""]
-        if identifier not in number:
-            raise InputError(
-                f"{root}/val/val_annotations.txt has {line!r}, a class that wnids.txt lacks: unpack the archive again."
-            )
-        test.append((root / "val" / "images" / file, number[identifier]))
+    rows = [line.split("\t") for line in (root / "val" / "val_annotations.txt").read_text().splitlines()]
+    test = [(root / "val" / "images" / file, number[identifier]) for file, identifier, *_ in rows]
     mean, std = MEAN_STD["imagenet"]
     preprocessing = Preprocessing(size=size or 64, native_size=64, mean=mean, std=std)
     # The first of the synonyms, or all of them if two classes share the first.
@@ -373,33 +253,25 @@ def _decode_all(files: list[tuple[Path, int]], side: int) -> ArrayImages:
     images = FileImages([path for path, _ in files], [label for _, label in files])
     pixels = torch.empty(len(images), 3, side, side, dtype=torch.uint8)
     good = torch.zeros(len(images), dtype=torch.bool)
-    starts = range(0, len(images), CHUNK)
-    chunks = [images.paths[start : start + CHUNK] for start in starts]
     # Processes, because threads would wait longer for Python's lock than decoding such small images takes.
-    with ProcessPoolExecutor(min(16, os.cpu_count() or 1), initializer=leave_signals_to_parent) as pool:
-        decoded = (pool.map if len(chunks) > 1 else map)(_decode_chunk, chunks, [side] * len(chunks))
-        with bar(len(images), "decoding images", "image") as done:
-            for start, (values, readable) in zip(starts, decoded, strict=True):
-                pixels[start : start + CHUNK] = torch.from_numpy(values)
-                good[start : start + CHUNK] = torch.from_numpy(readable)
-                done(len(values))
+    pool = ProcessPoolExecutor(min(16, os.cpu_count() or 1), initializer=leave_signals_to_parent)
+    with pool, bar(len(images), "decoding images", "image") as done:
+        decode = map if len(images) <= CHUNK else partial(pool.map, chunksize=CHUNK)
+        for row, found in enumerate(decode(_decode, images.paths, repeat(side))):
+            if found is not None:
+                pixels[row], good[row] = torch.from_numpy(found), True
+            done(1)
     images.report_broken((~good).nonzero().flatten().tolist())
     return ArrayImages(pixels[good], torch.tensor(images.labels, dtype=torch.long)[good])
 
 
-def _decode_chunk(paths: list[Path], side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pixels, (images, 3, side, side), and a mask of the readable files."""
-    pixels = np.zeros((len(paths), 3, side, side), dtype=np.uint8)
-    good = np.zeros(len(paths), dtype=bool)
-    for k, path in enumerate(paths):
-        try:
-            image = open_image(path)
-        except ImageError:
-            continue
-        if image.size == (side, side):
-            pixels[k] = np.asarray(image).transpose(2, 0, 1)
-            good[k] = True
-    return pixels, good
+def _decode(path: Path, side: int) -> np.ndarray | None:
+    """Pixels (3, side, side), or None."""
+    try:
+        image = open_image(path)
+    except ImageError:
+        return None
+    return np.asarray(image).transpose(2, 0, 1).copy() if image.size == (side, side) else None
 
 
 # Trees of files: one folder per class, in one folder or in the folders of the splits
@@ -433,12 +305,7 @@ def _tree(name: str, root: Path, size: int | None) -> Loaded:
 
 
 def keep_apart(root: Path, places: Mapping[str, Path]) -> None:
-    """Refuse to write into the classes of a "folder", because the next training would read it as a class.
-
-    Args:
-        root: as in `load_data`.
-        places: folders to write, by the options that name them.
-    """
+    """Refuse to write `places`, by options, into the classes of a "folder": the next training would read a class."""
     train_root, beside = _layout(root)
     for classes in (train_root, *beside):
         for option, place in places.items():
@@ -450,12 +317,10 @@ def keep_apart(root: Path, places: Mapping[str, Path]) -> None:
 
 def _layout(root: Path) -> tuple[Path, list[Path]]:
     """The folder of the training classes, and those of validation and test, if any."""
-    _check_root(root)
-    found = ([path for path in _folders(root) if path.name.lower() in names] for names in SPLITS)
-    train, choices, test, evaluation = found
     # They must contain folders, because a class may be called train, and test images of competitions have no labels.
-    train, test, evaluation = ([path for path in paths if _folders(path)] for paths in (train, test, evaluation))
-    (choices if test else test).extend(evaluation)
+    train, choices, test = (
+        [path for path in _folders(root) if path.name.lower() in names and _folders(path)] for names in SPLITS
+    )
     for paths in (train, choices, test) if train else ():
         if len(paths) > 1:
             raise InputError(f"{root} contains {' and '.join(path.name for path in paths)}: keep only one of them.")

@@ -3,9 +3,8 @@
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from statistics import NormalDist
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,54 +22,43 @@ from bkn_zoo.training.datasets import Data, Images
 BINS = 15
 
 
-class RunsNetwork(Protocol):
-    """An engine of `bkn_zoo.inference`."""
-
-    model: Network
-
-    def __call__(self, images: Tensor, statistics: str | None = None) -> Tensor: ...
-
-
 def batch_size(device: torch.device) -> int:
     """Images to evaluate at a time: few on a CPU, which is nearly as fast, so that progress is visible."""
     return 16 if device.type == "cpu" else 500
 
 
-def evaluate(
-    model: Network | RunsNetwork, batches: Iterable[Batch], modes: Sequence[str] = MODES,
-    what: str | None = None, total: int | None = None,
-) -> dict[str, dict[str, float]]:  # fmt: skip
+def evaluate(model: Any, batches: Iterable[Batch], modes: Sequence[str] = MODES) -> dict[str, dict[str, float]]:
     """The result of `measure_accuracy` for each mode. The arguments are those of `compute_logits`."""
-    logits, labels = compute_logits(model, batches, modes, what, total)
+    return measure_modes(*compute_logits(model, batches, modes))
+
+
+def measure_modes(logits: dict[str, Tensor], labels: Tensor) -> dict[str, dict[str, float]]:
     return {mode: measure_accuracy(outputs, labels) for mode, outputs in logits.items()}
 
 
-def evaluate_on(model: Network, data: Data, images: Images, runtime: Runtime, what: str) -> dict[str, dict[str, float]]:
-    """The result of `evaluate` for images of a data set, with a progress bar called `what`."""
+def logits_on(
+    model: Any, data: Data, images: Images, runtime: Runtime, what: str, modes: Sequence[str]
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The result of `compute_logits` for images of a data set, with a progress bar called `what`."""
     batches = evaluation_batches(data, images, batch_size(runtime.device), runtime.device, runtime.workers)
-    return evaluate(model, batches, what=None if runtime.quiet else what, total=len(images))
+    return compute_logits(model, batches, modes, None if runtime.quiet else what, len(images))
 
 
 @torch.inference_mode()
 def compute_logits(
-    model: Network | RunsNetwork, batches: Iterable[Batch], modes: Sequence[str] = MODES,
+    model: Any, batches: Iterable[Batch], modes: Sequence[str] = MODES,
     what: str | None = None, total: int | None = None,
 ) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
-    """The logits of all images for each mode, and their labels.
+    """The logits of all images for each mode, and their labels, by a network in evaluation mode or an engine.
 
-    A network is put into evaluation mode. Afterwards each of its modules has its previous mode. If it refuses one of
-    several modes for these images, that mode is left out with a warning.
-
-    Args:
-        what: a description for the progress bar; None shows no bar.
-        total: number of images, for the bar.
+    If it refuses one of several modes for these images, that mode is left out with a warning. A bar shows `what`, if it
+    is not None, of `total` images.
     """
     network = model if isinstance(model, Network) else model.model
     modes = tuple(dict.fromkeys(modes))  # each mode once
     logits: dict[str, list[Tensor]] = {mode: [] for mode in modes}
     labels = []
-    progress = nullcontext(lambda more: None) if what is None else bar(total, what, "image", lines=True)
-    with left_in_its_modes(network), progress as done:
+    with left_in_its_modes(network), bar(total, what, "image", lines=True) as done:
         network.eval()
         for images, targets in batches:
             images = images.contiguous(memory_format=torch.channels_last)
@@ -132,14 +120,12 @@ def calibration_error(confidence: Tensor, right: Tensor) -> float:
     return (gaps.abs().sum() / len(confidence)).item()
 
 
+# The share of correct answers with at least the probability `uncertain_below`
 RIGHT_ABOVE = 0.95
-"""The share of correct answers with at least the probability `uncertain_below`."""
-
+# With fewer correct answers, what 95 % of them reach is unknown
 FEWEST_RIGHT = 20
-"""With fewer correct answers, what 95 % of them reach is unknown."""
-
+# An answer with this probability is never called uncertain
 SURE = 0.99
-"""An answer with this probability is never called uncertain."""
 
 
 def uncertain_below(logits: Tensor, labels: Tensor) -> float | None:

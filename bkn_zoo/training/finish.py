@@ -1,4 +1,4 @@
-"""The end of a training: choose the weights, save them, measure the stored network, and record the run."""
+"""The end of a training: choose the statistics, save the network, measure what is stored, and record the run."""
 
 import copy
 import dataclasses
@@ -11,33 +11,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bkn_zoo.checkpoints.card import address_of, checkpoint_card
 from bkn_zoo.checkpoints.config import norm_of
 from bkn_zoo.checkpoints.folder import add_accuracy, from_pretrained, save_pretrained, write_card
 from bkn_zoo.checkpoints.provenance import environment
+from bkn_zoo.checkpoints.weights import stored_dtype
 from bkn_zoo.models import Network
 from bkn_zoo.norms.baselines import BatchRenorm2d
 from bkn_zoo.norms.recalibration import recalibrate
 from bkn_zoo.norms.running import RunningNorm
 from bkn_zoo.progress import waiting
-from bkn_zoo.training.data import Runtime, evaluation_batches
-from bkn_zoo.training.datasets import Data, FileImages
-from bkn_zoo.training.evaluation import batch_size, compute_logits, evaluate_on, uncertain_below
+from bkn_zoo.training.data import Runtime
+from bkn_zoo.training.datasets import Data
+from bkn_zoo.training.evaluation import logits_on, measure_modes, uncertain_below
 from bkn_zoo.training.loop import further_images
 from bkn_zoo.training.plan import TrainingPlan
 from bkn_zoo.training.recipes import Recipe
-from bkn_zoo.training.state import Training, best_mode, kept_line, validation_loss
+from bkn_zoo.training.state import Training, drop_state, kept_line, validation_loss
 from bkn_zoo.training.step import autocast
 
+# Largest number of training batches for the statistics of averaged weights
 STATISTICS_BATCHES = 64
-"""Largest number of training batches for the statistics of averaged weights."""
-
+# The metrics that config.json stores, as far as there are
 ACCURACY = ("top1", "top1_low", "top1_high", "top5", "ece")
-"""The metrics that config.json stores, as far as there are."""
-
-Metrics = dict[str, dict[str, float]]
-"""The result of `measure_accuracy` for each statistics mode."""
+# Standard errors by which another statistics mode than the first choice must be better
+CLEAR = 2.0
 
 
 @dataclass(frozen=True)
@@ -58,32 +58,35 @@ class TrainingResult:
 def finish_training(
     training: Training, recipe: Recipe, data: Data, plan: TrainingPlan, runtime: Runtime
 ) -> TrainingResult:  # fmt: skip
-    """Choose the statistics mode on the validation images, save, measure the stored network, and record the run.
-
-    Args:
-        recipe: the recipe of the plan, with the fields that depend on the number of images.
-    """
+    """Choose the statistics mode on the validation images, save, measure the stored network, and record the run."""
     kept = kept_line(training.history, recipe)
-    model, validation, anew = _best_statistics(training, recipe, data, runtime)
-    best = best_mode(validation)
-    split, images = ("validation", data.validation) if data.test is None else ("test", data.test)
+    model, logits, labels, anew = _with_better_statistics(training.result, recipe, data, runtime)
+    best = choose_mode(logits, labels, recipe.statistics_batch_size, model.default_statistics)
+    validation = measure_modes(logits, labels)
+    thresholds = {mode: uncertain_below(outputs, labels) for mode, outputs in logits.items()}
+    split = "validation" if data.test is None else "test"
     facts = {
         "name": plan.name,
         "epochs": training.history[-1]["epoch"],
         "kept_epoch": kept["epoch"],
         "test_images": split,
-        "statistics_anew": validation is anew,
+        "statistics_anew": anew,
         "recipe": json.loads(json.dumps(dataclasses.asdict(recipe))),
         **environment(recipe.seed),
     }
-    thresholds = _thresholds(model, data, runtime)
+    held_out = "of each class" if data.name == "folder" else "of all"  # so that `evaluate` can find them again
     save_pretrained(
         model.cpu(), plan.folder, label_names=data.label_names, preprocessing=data.preprocessing, card="",
-        default_statistics=best, uncertain_below=thresholds,
-        training=facts | {"init": plan.source and plan.source.name, "validation_split": _validation_split(data)},
+        default_statistics=best, uncertain_below={mode: each for mode, each in thresholds.items() if each is not None},
+        training=facts
+        | {"init": plan.source and plan.source.name, "validation_split": held_out if data.held_out else "its own"},
     )  # fmt: skip
     stored = from_pretrained(plan.folder).to(runtime.device).to(memory_format=torch.channels_last)
-    measured = evaluate_on(stored, data, images, runtime, f"measuring the {split} images")
+    measured = validation
+    if data.test is not None:
+        measured = measure_modes(
+            *logits_on(stored, data, data.test, runtime, "measuring the test images", runtime.modes)
+        )
     accuracy = {
         mode: {name: round(metrics[name], 3) for name in ACCURACY if name in metrics}
         for mode, metrics in measured.items()
@@ -92,65 +95,63 @@ def finish_training(
     record = facts | {
         "model": recipe.model, "norm": norm_of(recipe.model), "dataset": recipe.dataset,
         "gradient_batch": recipe.gradient_batch, "statistics_batch": recipe.statistics_batch_size, "seed": recipe.seed,
-        "seconds": training.seconds, "chosen_statistics": best, "validation": validation, "validation_anew": anew,
-        "curve": training.history, "data_sha256": training.fingerprint, "test": measured,
+        "seconds": training.seconds, "chosen_statistics": best, "validation": validation, "curve": training.history,
+        "data_sha256": training.fingerprint, "test": measured,
     }  # fmt: skip
     address = address_of(plan.folder)
     write_card(plan.folder, checkpoint_card(stored.config, plan.name, record, address=address, license=plan.license))
-    (plan.results / f"{plan.name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    plan.record.write_text(json.dumps(record, indent=1) + "\n")
     with waiting("drawing curves.png"):
         draw_curves(plan.output / "curves.png", training.history, kept["epoch"], plan.name)
-    for kind, part in (("training", data.train), ("validation", data.validation), ("test", data.test)):
-        if isinstance(part, FileImages):
-            part.say_left_out(kind)
+    drop_state(training, recipe, plan.output)
     return TrainingResult(stored, record, plan.folder)
 
 
-def _best_statistics(
-    training: Training, recipe: Recipe, data: Data, runtime: Runtime
-) -> tuple[Network, Metrics, Metrics | None]:
-    """The network to keep, its metrics on the validation images, and those with recalibrated statistics, if any.
+def _with_better_statistics(
+    model: Network, recipe: Recipe, data: Data, runtime: Runtime
+) -> tuple[Network, dict[str, Tensor], Tensor, bool]:
+    """The network to keep, its logits of the validation images in each mode, labels, and whether it was recalibrated.
 
     The running averages of averaged weights are averaged, too, and describe older weights. A copy with recomputed
     statistics is kept if it is better on the validation images.
     """
-    model = training.result
-    validation: Metrics = kept_line(training.history, recipe)["validation"]
+    with torch.no_grad():  # measured as it is stored
+        for tensor in model.state_dict().values():
+            tensor.copy_(tensor.to(stored_dtype(tensor)))
+    what = "measuring the validation images"
+    logits, labels = logits_on(model, data, data.validation, runtime, what, runtime.modes)
     norms = [module for module in model.modules() if isinstance(module, RunningNorm)]
     # Frozen norms have no new statistics, and BRN uses its running averages in training, too.
-    if not recipe.ema or recipe.freeze or not norms or any(isinstance(norm, BatchRenorm2d) for norm in norms):
-        return model, validation, None
-    device = runtime.device
-    copied = copy.deepcopy(model).to(device)
-    with autocast(recipe, device):
-        with waiting("computing the statistics of the averaged weights"):
-            recalibrate(copied, further_images(recipe, data, device, STATISTICS_BATCHES, runtime.workers))
-        anew = evaluate_on(copied, data, data.validation, runtime, "validation")
-    return (copied, anew, anew) if _best_top1(anew) > _best_top1(validation) else (model, validation, anew)
+    if recipe.ema and not recipe.freeze and norms and not any(isinstance(norm, BatchRenorm2d) for norm in norms):
+        copied = copy.deepcopy(model)
+        with autocast(recipe, runtime.device), waiting("computing the statistics of the averaged weights"):
+            recalibrate(copied, further_images(recipe, data, runtime.device, STATISTICS_BATCHES, runtime.workers))
+        others, labels = logits_on(copied, data, data.validation, runtime, what, runtime.modes)
+        if best_top1(others, labels) > best_top1(logits, labels):
+            return copied, others, labels, True
+    return model, logits, labels, False
 
 
-def _best_top1(metrics: Mapping[str, Mapping[str, float]]) -> float:
-    return max(each["top1"] for each in metrics.values())
+def best_top1(logits: Mapping[str, Tensor], labels: Tensor) -> float:
+    return max((outputs.argmax(1) == labels).float().mean().item() for outputs in logits.values())
 
 
-def _thresholds(model: Network, data: Data, runtime: Runtime) -> dict[str, float]:
-    """For each statistics mode, the probability below which an answer is uncertain, from the validation images.
+def choose_mode(logits: Mapping[str, Tensor], labels: Tensor, group: int | None, first: str) -> str:
+    """The default statistics mode: the first choice, unless another is clearly better on these images.
 
-    A mode is missing if too few of its answers are correct.
+    The first choice is the start's mode, which is `population`, the fastest, for new weights. The other candidates are
+    `population` and the mode that fits the group size. Images are paired: the difference of top-1 must exceed two
+    standard errors.
     """
-    device = runtime.device
-    batches = evaluation_batches(data, data.validation, batch_size(device), device, runtime.workers)
-    what = None if runtime.quiet else "measuring the confidence"
-    logits, labels = compute_logits(model.to(device), batches, what=what, total=len(data.validation))
-    found = {mode: uncertain_below(outputs, labels) for mode, outputs in logits.items()}
-    return {mode: threshold for mode, threshold in found.items() if threshold is not None}
-
-
-def _validation_split(data: Data) -> str:
-    """How the validation images were chosen, so that `evaluate` can find them again."""
-    if not data.held_out:
-        return "its own"
-    return "of each class" if data.name == "folder" else "of all"
+    fitting = "sample" if group == 1 else "expected"
+    best = next(mode for mode in (first, "population", fitting, *logits) if mode in logits)
+    right = {mode: (outputs.argmax(1) == labels).double() for mode, outputs in logits.items()}
+    for mode in ("population", fitting):
+        if mode in right:
+            gains = right[mode] - right[best]
+            if gains.mean() > CLEAR * gains.std() / math.sqrt(len(gains)):
+                best = mode
+    return best
 
 
 def draw_curves(path: Path, history: list[dict[str, Any]], kept: int, title: str) -> None:
@@ -167,23 +168,16 @@ def draw_curves(path: Path, history: list[dict[str, Any]], kept: int, title: str
     left, right = figure.subplots(1, 2)
     # The loss of epoch 0, a classifier alone, is without augmentation and smoothing: it does not compare.
     losses = [line["loss"] if line["epoch"] > 0 else math.nan for line in history]
-    held = [validation_loss(line) for line in history]
     left.plot(epochs, losses, "o-", color="black", markersize=4, label="training")
-    left.plot(epochs, held, "o--", color="C3", markersize=4, label="validation")
-    highest = max((loss for loss in (*losses, *held) if math.isfinite(loss)), default=0) or 1
-    left.set(ylabel="loss", ylim=(0, 1.05 * highest))  # space for the marker at the top
+    left.plot(epochs, [validation_loss(line) for line in history], "o--", color="C3", markersize=4, label="validation")
+    left.set(ylabel="loss")
+    left.set_ylim(bottom=0)
     left.legend(loc="upper right")
-    # Modes often agree, so lower lines are drawn wider.
-    looks = zip(history[-1]["validation"], ("C0", "C1", "C2"), (7, 4, 1.5), (11, 7, 4), strict=False)
-    for mode, colour, width, marker in looks:
-        lines = [line["validation"][mode] for line in history]
-        right.plot(
-            epochs, [m["top1"] for m in lines], "o-", color=colour, linewidth=width, markersize=marker, label=mode,
-            solid_capstyle="round",
-        )  # fmt: skip
-        if all("top1_low" in m for m in lines):
-            low, high = ([m[name] for m in lines] for name in ("top1_low", "top1_high"))
-            right.fill_between(epochs, low, high, color=colour, alpha=0.1)
+    for mode in history[-1]["validation"]:
+        lines = [line["validation"].get(mode, {}) for line in history]  # states of earlier versions have more modes
+        top1, low, high = ([line.get(name, math.nan) for line in lines] for name in ("top1", "top1_low", "top1_high"))
+        right.plot(epochs, top1, "o-", markersize=4, label=mode)
+        right.fill_between(epochs, low, high, alpha=0.1)
     right.set(ylabel="validation top-1 (%), with 95 % intervals", ylim=(0, 104))
     right.legend(loc="lower right")
     for axes in (left, right):

@@ -16,15 +16,11 @@ class Stopped(SystemExit):
 
 
 class Interruption:
-    """Records SIGINT and SIGTERM until the current step is done. A second SIGINT acts at once.
-
-    Attributes:
-        received: the signal; 0 for none.
-    """
+    """Records SIGINT and SIGTERM until the current step is done. A second SIGINT acts at once."""
 
     def __init__(self, quiet: bool = False) -> None:
         self.quiet = quiet
-        self.received = 0
+        self.received = 0  # the signal
 
     def note(self, number: int, frame: Any) -> None:
         if number == signal.SIGINT and self.received == signal.SIGINT:

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,45 +16,38 @@ from bkn_zoo.checkpoints.files import CONFIG
 from bkn_zoo.checkpoints.locate import default_checkpoint, is_folder, locate
 from bkn_zoo.errors import CheckpointError, InputError
 from bkn_zoo.images.preprocessing import Preprocessing
+from bkn_zoo.modes import MODES
 from bkn_zoo.progress import speaks
 from bkn_zoo.training.recipes import Recipe, find_recipe, read_recipe, renamed
 
+# Valid names of runs, which are also names of folders, checkpoints and repositories
 NAME = re.compile(r"[^\W_][\w.=-]*")
-"""Valid names of runs, which are also names of folders, checkpoints and repositories."""
-
+# Side of the images for a library's network, unless the recipe sets another size
 LIBRARY_SIZE = 224
-"""Side of the images for a library's network, unless the recipe sets another size."""
-
+# Defaults to fine-tune with; the checkpoint to start from and the number of images change some of them
 FINE_TUNING = {
     "dataset": "folder", "epochs": 5, "gradient_batch": 16, "optimizer": "adamw", "lr": 1e-4, "label_smoothing": 0.1,
     "ema": 0.97, "precision": "float32", "keep": "best", "patience": 3, "augmentation.crop": 0.1,
 }  # fmt: skip
-"""Defaults to fine-tune with; the checkpoint to start from and the number of images change some of them."""
-
+# Defaults for new weights: those of the CIFAR recipes, with a batch and a learning rate for fewer images
 FROM_SCRATCH = {
     "dataset": "folder", "epochs": 60, "gradient_batch": 16, "statistics_batch_size": 2, "lr": 0.05,
     "label_smoothing": 0.1, "augmentation.crop": 0.125,
 }  # fmt: skip
-"""Defaults for new weights: those of the CIFAR recipes, with a batch and a learning rate for fewer images."""
-
 ENOUGH_STEPS = {"pretrained": (80, 25), "new": (1000, 200)}
 """A small data set is passed more often, until there are this many steps, but no more often than this.
 
 With a handful of images an epoch is a single step, and its validation half as long.
 """
 
+# Share of the layers that stay as they are on a CPU: those that see many pixels, which take most of the time
 CPU_FREEZE = 0.67
-"""Share of the layers that stay as they are on a CPU: those that see many pixels, which take most of the time."""
 
 
 class Origin(NamedTuple):
     """A checkpoint or a library's network to start from.
 
-    Attributes:
-        init: the name that the caller passed.
-        name: a name without paths of this machine.
-        config: the config of the checkpoint; None for a library's network.
-        preprocessing: the preprocessing that its weights were trained with, if known.
+    `init` is what the caller passed, `name` has no paths of this machine, and libraries have no config.
     """
 
     init: str
@@ -64,7 +57,7 @@ class Origin(NamedTuple):
 
     @property
     def key(self) -> str:
-        """An identifier that does not depend on the working directory: the full path of a folder."""
+        """An identifier that does not depend on the working directory."""
         return str(Path(self.init).resolve()) if Path(self.init).exists() else self.init
 
     def fields(self, model: str | None) -> dict[str, Any]:
@@ -96,17 +89,13 @@ def find_origin(init: str) -> Origin:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """A training that `bkn_zoo.training.run.carry_out` can start.
+    """A training that `bkn_zoo.training.run.carry_out` can start. Other fields are arguments of `bkn_zoo.train`.
 
     Attributes:
         recipe: the recipe with all overrides; `given` are those of the caller.
         fine_tuning: whether there was no recipe, so that the number of images determines some fields.
         source: the start of the weights; None for new weights.
-        output: folder of the run. The checkpoint goes to `output / name`.
-        results: folder of the record, `results / NAME.json`.
-        device: "auto" is a GPU if available.
         quiet: whether nothing is printed; only the first of several processes prints.
-        license: the licence that the card names; None for none.
     """
 
     recipe: Recipe
@@ -120,22 +109,24 @@ class TrainingPlan:
     device: str
     resume: bool = False
     workers: int = 0
-    save_minutes: float = 5.0
     quiet: bool = False
     license: str | None = None
+    statistics: Sequence[str] = MODES
 
     @property
     def folder(self) -> Path:
         """The folder of the checkpoint."""
         return self.output / self.name
 
+    @property
+    def record(self) -> Path:
+        return self.results / f"{self.name}.json"
+
     def say(self, line: str) -> None:
-        """Print a line, unless the plan is quiet."""
         if not self.quiet:
             print(line, flush=True)
 
     def introduce(self) -> None:
-        """Print what will be trained."""
         start = f"starting from {self.source.name}" if self.source else "with new weights"
         self.say(f"training {self.recipe.model} on {self.data}, {start}")
 
@@ -159,12 +150,18 @@ def plan_training(
     Args:
         recipe: None to use `FINE_TUNING` as the recipe, or `FROM_SCRATCH` if only a model is given.
         overrides: fields of the recipe; nested fields by dotted names, or as dictionaries.
-        options: further fields of `TrainingPlan`. All other arguments are those of `bkn_zoo.train`.
+        options: further fields of `TrainingPlan`.
     """
     check_license(license)
     given = renamed(_flat(overrides))
     if recipe is None and init is None and "model" not in given:
-        init = _default_init()
+        try:
+            init = default_checkpoint()
+        except CheckpointError:
+            raise InputError(
+                "there is nothing to train: add --checkpoint NAME (or a folder, or owner/repo on the Hub) to start "
+                "from, --model NAME for new weights, or a recipe."
+            ) from None
     source = None if init is None else find_origin(os.fspath(init))
     path = None
     if isinstance(recipe, Recipe):
@@ -175,7 +172,12 @@ def plan_training(
         fields = FINE_TUNING | source.fields(given.get("model")) if source else FROM_SCRATCH
     chosen = read_recipe(path, fields | given)
     root = Path(data)
-    name = _checked(name) if name else _derived_name(path, root, given, chosen)
+    name = name or _derived_name(path, root, given, chosen)
+    if not NAME.fullmatch(name) or name == "results":
+        raise InputError(
+            f"{name!r} is not a valid name of a run: use letters, digits and -_.=, begin with a letter or digit, "
+            "and do not use results."
+        )
     folder = Path("runs") / name if output is None else Path(output)
     return TrainingPlan(
         chosen, given, recipe is None, source, root, name, folder,
@@ -189,8 +191,7 @@ def adapted(
 ) -> Recipe:  # fmt: skip
     """The recipe for this many images: batches that they fill, groups that divide these, and enough steps.
 
-    Fields in `given` stay as they are. On a CPU the lower layers of a pretrained network are frozen. The classifier of
-    a frozen network is fitted before the first epoch: it needs no epochs.
+    Fields in `given` stay as they are. The classifier of a frozen network needs no epochs: it is fitted before them.
     """
     batch = min(recipe.gradient_batch, 1 << images.bit_length() - 1)
     batch = recipe.gradient_batch if "gradient_batch" in given else batch
@@ -214,33 +215,8 @@ def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _default_init() -> str:
-    """The default checkpoint to start from."""
-    try:
-        return default_checkpoint()
-    except CheckpointError:
-        raise InputError(
-            "there is nothing to train: add --checkpoint NAME (or a folder, or owner/repo on the Hub) to start from, "
-            "--model NAME for new weights, or a recipe."
-        ) from None
-
-
-def _checked(name: str) -> str:
-    if not NAME.fullmatch(name) or name == "results":
-        raise InputError(
-            f"{name!r} is not a valid name of a run: use letters, digits and -_.=, begin with a letter or digit, "
-            "and do not use results."
-        )
-    return name
-
-
 def _derived_name(path: Path | None, data: Path, given: Mapping[str, Any], recipe: Recipe) -> str:
     """A name that contains the overrides, so that a variant does not replace the original run."""
-    told = dict(given)
-    if path is None:
-        name = f"{recipe.model}.{data.resolve().name}"
-        told.pop("model", None)
-    else:
-        name = path.stem
-    name += "".join(f"-{field}_{value}" for field, value in sorted(told.items()))
-    return re.sub(r"[^\w.-]+", "_", name)
+    name = f"{recipe.model}.{data.resolve().name}" if path is None else path.stem
+    told = (item for item in sorted(given.items()) if path is not None or item[0] != "model")
+    return re.sub(r"[^\w.-]+", "_", name + "".join(f"-{field}_{value}" for field, value in told))

@@ -13,12 +13,10 @@ from bkn_zoo.images.preprocessing import Side
 
 SOURCE_TREE = Path(__file__).resolve().parents[2] / "recipes"
 
+# Short names of precisions, as in inference
 PRECISIONS = {"bf16": "bfloat16", "f32": "float32"}
-"""Short names of precisions, as in inference."""
-
+# Names of fields in recipes and states of earlier versions
 EARLIER_NAMES = {"statistics_batch": "statistics_batch_size"}
-"""Names of fields in recipes and states of earlier versions."""
-
 BetweenZeroAndOne = Annotated[float, Rule(lambda value: 0 < value < 1, "a number between 0 and 1")]
 BelowOne = Annotated[float, Rule(lambda value: 0 <= value < 1, "a number of at least 0 and below 1")]
 
@@ -83,7 +81,8 @@ class Recipe:
         precision: of the network's arithmetic: f32 or bf16 (autocast); float32 and bfloat16 mean the same; a CPU
             without bf16 uses f32
         keep: weights of the last epoch, or of the best: the last whose validation loss is about the lowest
-        patience: epochs without a lower validation loss after which the training ends; None is never
+        patience: epochs without a lower validation loss after which the training ends, but not before half of the
+            steps and the warm-up are done, and without counting the classifier's first phase; None is never
         freeze: train the classifier only (true), or keep this share of the layers, from the input on, as they are
         graph: replay steps from a CUDA graph
         compile: run the network through torch.compile
@@ -124,11 +123,6 @@ class Recipe:
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", PRECISIONS.get(self.precision, self.precision))
         check_fields(self)
-
-    @property
-    def statistics_batch(self) -> int | None:
-        """The earlier name of `statistics_batch_size`."""
-        return self.statistics_batch_size
 
 
 def renamed(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,27 +1,20 @@
-"""The Python API of training: trains a network from a recipe or a folder of images.
-
-    result = bkn_zoo.fine_tune("photos")                                       # one subfolder of images per class
-    result = bkn_zoo.train("recipes/inception_cifar_bkn.cifar10.toml", data="cifar", epochs=5)
-    result.model, result.record, result.folder
-
-`bkn-zoo train` does the same in a shell.
-"""
+"""The Python API of training, `train` and `fine_tune`, and the order of a training."""
 
 import dataclasses
+import json
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from bkn_zoo.checkpoints.files import lock, make_folder
+from bkn_zoo.checkpoints.files import make_folder
+from bkn_zoo.checkpoints.folder import from_pretrained
 from bkn_zoo.cores import check_device, default_device, keep_to_quota
-from bkn_zoo.errors import CheckpointError, InputError, TrainingError
-from bkn_zoo.progress import speaks
+from bkn_zoo.errors import CheckpointError, TrainingError
+from bkn_zoo.modes import MODES
 from bkn_zoo.training.data import Runtime
 from bkn_zoo.training.datasets import Data, keep_apart, load_data
 from bkn_zoo.training.finish import TrainingResult, finish_training
@@ -30,7 +23,7 @@ from bkn_zoo.training.loop import fit, images_at_a_time, local_batch
 from bkn_zoo.training.plan import TrainingPlan, adapted, plan_training
 from bkn_zoo.training.recipes import Recipe
 from bkn_zoo.training.start import start, start_classifier
-from bkn_zoo.training.state import LOG, STATE, find_state, load_state, replaces_finished
+from bkn_zoo.training.state import find_state, load_state, replaces_finished
 
 
 def train(
@@ -44,9 +37,9 @@ def train(
     device: str | torch.device | None = None,
     resume: bool = False,
     workers: int = 0,
-    save_minutes: float = 5.0,
     quiet: bool = False,
     license: str | None = None,
+    statistics: Sequence[str] = MODES,
     **overrides: Any,
 ) -> TrainingResult:
     """Train a network with a recipe, and write its checkpoint, state, log and record to the output folder.
@@ -66,9 +59,9 @@ def train(
         device: by default a GPU if available.
         resume: continue the training in the output folder, with the same options.
         workers: processes that decode image files.
-        save_minutes: minutes between saved states.
         quiet: whether to print nothing during the training.
         license: the licence that the checkpoint's card names, such as "mit"; by default none.
+        statistics: the statistics modes to measure and to choose from; each takes time.
         overrides: fields of the recipe, such as `epochs=5` or `augmentation={"cutmix": 1.0}`.
 
     Raises:
@@ -79,7 +72,7 @@ def train(
     """
     plan = plan_training(
         recipe, data, overrides, init=init, name=name, output=output, results=results, device=device, resume=resume,
-        workers=workers, save_minutes=save_minutes, quiet=quiet, license=license,
+        workers=workers, quiet=quiet, license=license, statistics=statistics,
     )  # fmt: skip
     plan.introduce()
     return carry_out(plan)
@@ -100,7 +93,7 @@ def fine_tune(data: str | os.PathLike[str], **options: Any) -> TrainingResult:
 
 
 def carry_out(plan: TrainingPlan) -> TrainingResult:
-    """Train as planned. Errors come before the data are read, if possible."""
+    """Train as planned."""
     plan = dataclasses.replace(plan, device=default_device() if plan.device == "auto" else plan.device)
     joined = _join_processes(plan.device)
     check_device(plan.device)
@@ -109,29 +102,35 @@ def carry_out(plan: TrainingPlan) -> TrainingResult:
         plan = dataclasses.replace(plan, recipe=dataclasses.replace(plan.recipe, precision="float32"))
     keep_to_quota()
     torch.manual_seed(plan.recipe.seed)
-    if not plan.fine_tuning or "statistics_batch_size" in plan.given:  # otherwise `adapted` chooses a suitable batch
-        local_batch(plan.recipe)
-    if plan.recipe.dataset == "folder":
-        keep_apart(plan.data, {"--output": plan.folder, "--results": plan.results / plan.name})
     if plan.resume:
         find_state(plan.output)
-    with _repeatable(), _without_empty_folders(plan.output, plan.results), alone(plan.output):
-        make_folder(plan.results)
-        result = _train_as_planned(plan, Runtime(torch.device(plan.device), plan.workers, plan.quiet))
+    # Deterministic algorithms of cuDNN, chosen without timing; None leaves a setting as it is.
+    with torch.backends.cudnn.flags(True, False, deterministic=True, allow_tf32=None, fp32_precision=None):
+        result = _train_as_planned(plan, Runtime(torch.device(plan.device), plan.workers, plan.quiet, plan.statistics))
     if joined:
         dist.destroy_process_group()
     return result
 
 
 def _train_as_planned(plan: TrainingPlan, runtime: Runtime) -> TrainingResult:
-    recipe, device = plan.recipe, runtime.device
+    def stop(number: int, frame: Any) -> None:
+        raise Stopped(number, "stopped before all results were written; continue with --resume")
+
+    recipe, device, rank = plan.recipe, runtime.device, dist.get_rank() if dist.is_initialized() else 0
     data = load_data(recipe.dataset, plan.data, recipe.size, recipe.validation).to(device)
+    if recipe.dataset == "folder":
+        keep_apart(plan.data, {"--output": plan.folder, "--results": plan.record})
     if plan.fine_tuning:
         recipe = adapted(recipe, len(data.train), plan.given, plan.source is not None, device.type == "cpu")
+    local_batch(recipe, data)
     training = start(plan, recipe, data, device)
-    if plan.resume:
-        load_state(training, recipe, plan.output, device)
-    elif replaces_finished(plan.output, recipe, training):
+    make_folder(plan.output)
+    make_folder(plan.record.parent)
+    if plan.resume and not load_state(training, recipe, plan.output, device):
+        plan.say(f"the training in {plan.output} is finished")
+        stored = from_pretrained(plan.folder).to(device).to(memory_format=torch.channels_last)
+        return TrainingResult(stored, {} if rank else json.loads(plan.record.read_text()), plan.folder)
+    if not plan.resume and replaces_finished(plan.output, recipe, training):
         same = "a finished training with the same images and options"
         plan.say(f"{plan.output} contains {same}: this one replaces it")
     data = dataclasses.replace(data, preprocessing=training.preprocessing or data.preprocessing)
@@ -141,13 +140,13 @@ def _train_as_planned(plan: TrainingPlan, runtime: Runtime) -> TrainingResult:
         config = plan.source.config
         same_classes = config is not None and list(config.label_names or ()) == data.label_names
         start_classifier(training, recipe, data, runtime, keep=same_classes)
-    fit(training, recipe, data, plan.output, runtime, plan.save_minutes)
+    fit(training, recipe, data, plan.output, runtime)
     if training.best is not None:
         training.result.load_state_dict(training.best)
-    if dist.is_initialized() and dist.get_rank() > 0:
+    if rank:
         return TrainingResult(training.result.eval(), {}, plan.folder)
     try:
-        with handled(_stop, signal.SIGTERM):
+        with handled(stop, signal.SIGTERM):
             return finish_training(training, recipe, data, plan, runtime)
     except OSError as error:
         raise TrainingError(
@@ -166,19 +165,14 @@ def _cpu_supports_bfloat16() -> bool:
 
 def _summary(recipe: Recipe, data: Data) -> str:
     """One line about the data and the settings."""
-    images = (
-        f"{len(data.train)} images of {len(data.label_names)} classes, {len(data.validation)} more for validation"
-        + ("" if data.test is None else f" and {len(data.test)} for testing")
-    )
     p = data.preprocessing
-    mean, std = (" ".join(f"{value:g}" for value in values) for values in (p.mean, p.std))
+    how = f"statistics groups of {recipe.statistics_batch_size or images_at_a_time(recipe)}"
     if recipe.freeze:
         how = f"the first {recipe.freeze:.0%} of the layers frozen" if recipe.freeze is not True else "classifier only"
-    else:
-        how = f"statistics groups of {recipe.statistics_batch_size or images_at_a_time(recipe)}"
     return (
-        f"{images}; {p.size} px ({p.interpolation}), mean {mean}, std {std}; epochs: {recipe.epochs}, batches of "
-        f"{recipe.gradient_batch}, {how}"
+        f"{len(data.train)} images of {len(data.label_names)} classes, {len(data.validation)} more for validation"
+        f"{'' if data.test is None else f' and {len(data.test)} for testing'}; {p.size} px ({p.interpolation}); "
+        f"epochs: {recipe.epochs}, batches of {recipe.gradient_batch}, {how}"
     )
 
 
@@ -190,54 +184,3 @@ def _join_processes(device: str) -> bool:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     return True
-
-
-@contextmanager
-def _repeatable() -> Iterator[None]:
-    """Make cuDNN use only deterministic algorithms, chosen without timing."""
-    cudnn: Any = torch.backends.cudnn
-    before = cudnn.benchmark, cudnn.deterministic
-    cudnn.benchmark, cudnn.deterministic = False, True
-    try:
-        yield
-    finally:
-        cudnn.benchmark, cudnn.deterministic = before
-
-
-@contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Create and lock the folder of a training, so that no other training uses it."""
-    make_folder(folder)
-    if not speaks():  # only the first process writes, so it locks for all
-        yield
-        return
-    try:
-        file = (folder / LOG).open("ab")
-    except OSError as error:
-        raise InputError(f"{folder / LOG} cannot be written ({error.strerror}): choose another --output.") from None
-    with file:
-        lock(file, f"another training is using {folder}: wait until it ends, or choose another --name or --output.")
-        try:
-            yield
-        finally:
-            if not file.tell() and not (folder / STATE).exists():  # empty: it failed before the training began
-                with suppress(OSError):
-                    (folder / LOG).unlink()
-
-
-@contextmanager
-def _without_empty_folders(*folders: Path) -> Iterator[None]:
-    """Afterwards, remove new folders in which nothing was written: these, and the folders above them."""
-    new = {path for folder in folders for path in (folder, *folder.parents) if not path.exists()}
-    try:
-        yield
-    finally:
-        # Only the first process, because the others end before it writes its results.
-        for path in sorted(new, key=lambda path: len(path.parts), reverse=True) if speaks() else ():
-            with suppress(OSError):  # it is not empty
-                path.rmdir()
-
-
-def _stop(number: int, frame: Any) -> None:
-    """Raise `Stopped` on a signal that would otherwise leave half-written results."""
-    raise Stopped(number, "stopped before all results were written; continue with --resume")

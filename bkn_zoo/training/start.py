@@ -1,11 +1,7 @@
-"""The start of a training: the network with its first weights, and the first phase of fine-tuning.
-
-That phase fits a classifier on features of the frozen network, which are computed once.
-"""
+"""The start of a training: the first weights, and the first phase of fine-tuning, a classifier on fixed features."""
 
 import dataclasses
 import time
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,18 +13,20 @@ from bkn_zoo.checkpoints.folder import from_pretrained
 from bkn_zoo.conversion.libraries import from_library
 from bkn_zoo.errors import InputError
 from bkn_zoo.models import Network
-from bkn_zoo.norms.running import left_in_its_modes
-from bkn_zoo.progress import bar, waiting
-from bkn_zoo.training.data import Runtime, evaluation_batches
+from bkn_zoo.progress import waiting
+from bkn_zoo.training.data import Runtime
 from bkn_zoo.training.datasets import Data, Images, fingerprint
-from bkn_zoo.training.evaluation import batch_size, evaluate_on, measure_accuracy, show_top1
+from bkn_zoo.training.evaluation import logits_on, measure_accuracy, show_top1
+from bkn_zoo.training.loop import validate_epoch
 from bkn_zoo.training.plan import TrainingPlan
 from bkn_zoo.training.recipes import Recipe
-from bkn_zoo.training.state import Training, begin, best_mode, classifier, validation_loss
+from bkn_zoo.training.state import Training, begin, classifier
 from bkn_zoo.training.step import autocast
 
+# Weight decays of the logistic regression. One is chosen on the validation images
 DECAYS = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
-"""Weight decays of the logistic regression. One is chosen on the validation images."""
+# A validation loss that is close to 0
+PERFECT = 0.001
 
 
 def start(plan: TrainingPlan, recipe: Recipe, data: Data, device: torch.device) -> Training:
@@ -48,11 +46,7 @@ def start(plan: TrainingPlan, recipe: Recipe, data: Data, device: torch.device) 
 
 
 def first_network(recipe: Recipe, init: str | None, label_names: list[str]) -> Network:
-    """The recipe's network for these classes, with the weights of `init` if there is one.
-
-    The classifier of `init` is kept if its classes have the same names. If it knows all classes, among others, its rows
-    for these are kept. Otherwise the classifier starts at zero.
-    """
+    """The recipe's network, with the weights of `init` if there is one, and its classifier for known classes."""
     model = build_network(recipe.model, len(label_names), **recipe.norm_options)
     if init is None:
         return model
@@ -61,12 +55,8 @@ def first_network(recipe: Recipe, init: str | None, label_names: list[str]) -> N
     known = list((source.config and source.config.label_names) or ())
     fresh = set() if known == label_names else _classifier_names(source, model)
     rows = [known.index(name) for name in label_names] if set(label_names) <= set(known) else None
-    with torch.no_grad():
-        for name in fresh:
-            if rows is not None:
-                model.get_parameter(name).copy_(weights[name][rows])
-            else:  # zero, so that no class is preferred, and no noise reaches the layers below
-                model.get_parameter(name).zero_()
+    for name in fresh:  # zero, so that no class is preferred, and no noise reaches the layers below
+        model.get_parameter(name).data = weights[name][rows] if rows else torch.zeros_like(model.get_parameter(name))
     model.default_statistics = source.default_statistics
     try:
         kept = {name: tensor for name, tensor in weights.items() if name not in fresh}
@@ -96,13 +86,7 @@ def _classifier_names(source: Network, model: Network) -> set[str]:
 
 
 def start_classifier(training: Training, recipe: Recipe, data: Data, runtime: Runtime, keep: bool = False) -> None:
-    """Fit the classifier, and add its accuracy to the history as epoch 0.
-
-    The features use the network's default statistics and images without augmentation.
-
-    Args:
-        keep: leave the classifier as it is, since it came with the checkpoint for the same classes.
-    """
+    """Fit the classifier on images without augmentation, unless `keep`; add its accuracy to the history as epoch 0."""
     started = time.monotonic()
     layer = classifier(training.model)
     line: dict[str, Any] = {"epoch": 0, "step": 0, "loss": None, "images_per_s": 0.0}
@@ -119,45 +103,36 @@ def start_classifier(training: Training, recipe: Recipe, data: Data, runtime: Ru
                     last.weight.copy_(weight)
                     if last.bias is not None:
                         last.bias.copy_(bias)
-        line["validation"] = evaluate_on(training.result, data, data.validation, runtime, "validation")
+        line["validation"] = validate_epoch(training, recipe, data, runtime)
     training.seconds = line["seconds"] = time.monotonic() - started
     training.history.append(line)
     if recipe.keep == "best":
         training.keep_weights()
+    (metrics,) = line["validation"].values()
+    # Nothing is left to improve that these images could show.
+    training.finished = recipe.keep == "best" and metrics["top1"] == 100 and metrics["loss"] < PERFECT
     if not runtime.quiet:
-        top1 = show_top1(line["validation"][best_mode(line["validation"])])
-        told = f"validation loss {validation_loss(line):.4g}, top-1 {top1}, after {line['seconds']:.0f} s"
-        print(f"classifier on the frozen network: {told}", flush=True)
+        told = f"validation loss {metrics['loss']:.4g}, top-1 {show_top1(metrics)}, after {line['seconds']:.0f} s"
+        done = "; stopped, because fine-tuning cannot improve that" if training.finished and recipe.epochs else ""
+        print(f"classifier on the frozen network: {told}{done}", flush=True)
 
 
-@torch.no_grad()
 def _features(
     model: Network, layer: nn.Module, data: Data, images: Images, runtime: Runtime
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The inputs of the classifier, and the labels."""
     features: list[Tensor] = []
-    labels: list[Tensor] = []
     hook = layer.register_forward_pre_hook(lambda _, inputs: features.append(inputs[0].float()))
-    what = "features of the frozen network"
-    progress = nullcontext(lambda more: None) if runtime.quiet else bar(len(images), what, "image", lines=True)
-    with left_in_its_modes(model), progress as done:
-        model.eval()
-        device = runtime.device
-        for batch in evaluation_batches(data, images, batch_size(device), device, runtime.workers):
-            model(batch.images.contiguous(memory_format=torch.channels_last))
-            labels.append(batch.targets.argmax(1))
-            done(len(batch.images))
+    what, modes = "features of the frozen network", [model.default_statistics]
+    _, labels = logits_on(model, data, images, runtime, what, modes)
     hook.remove()
-    return torch.cat(features), torch.cat(labels)
+    return torch.cat(features), labels.clone()  # not tensors of inference mode, because these have no gradients
 
 
 def fit_classifier(
     start: nn.Linear, train: tuple[Tensor, Tensor], validation: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, float]:
-    """Weights, bias and training loss of the logistic regression with the lowest loss on the validation images.
-
-    Weight decay pulls towards the weights that it starts from: zero, or those of a checkpoint that knows the classes.
-    """
+    """Weights, bias and training loss of the logistic regression with the lowest loss on the validation images."""
     # One scale for all features: a feature that hardly varies here may vary in other images, and must not get a large
     # weight.
     mean, std = train[0].mean(0), train[0].std(0).mean().clamp_min(1e-6)
@@ -178,6 +153,7 @@ def fit_classifier(
 
 @torch.enable_grad()
 def _descend(layer: nn.Linear, features: Tensor, labels: Tensor, decay: float) -> float:
+    """Minimize; the decay pulls towards the weights that it starts from."""
     optimizer = torch.optim.LBFGS(layer.parameters(), max_iter=100, line_search_fn="strong_wolfe")
     start = layer.weight.detach().clone()
 

@@ -5,7 +5,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bkn_zoo.checkpoints.files import replace_file
 from bkn_zoo.checkpoints.provenance import processes
 from bkn_zoo.errors import CheckpointError, InputError, NonFiniteLossError, TrainingError, counted
 from bkn_zoo.fields import make
@@ -21,13 +22,10 @@ from bkn_zoo.models import Network
 from bkn_zoo.norms.batch_kalman import no_weight_decay
 from bkn_zoo.training.recipes import Recipe, renamed
 
-STATE, LOG = "state.pt", "log.jsonl"
-PLAIN = ("step", "finished", "seconds", "best", "losses", "fingerprint", "init")
-"""Fields of `Training` that a file stores as they are."""
-
+# Files of a run: a state to resume from, which a small file replaces when the training is finished; and its log
+STATE, FINISHED, LOG = "state.pt", "finished.json", "log.jsonl"
+# Fields of a recipe that fine-tuning derives from other options, such as freeze and gradient_batch
 DERIVED = ("epochs", "statistics_batch_size")
-"""Fields of a recipe that fine-tuning derives from other options, such as freeze and gradient_batch."""
-
 REMEDY = "start again with a lower learning rate (resuming from the last saved state would diverge again)"
 
 
@@ -37,13 +35,12 @@ class Training:
 
     Attributes:
         averaged: the exponential moving average of the weights, if the recipe has one.
-        best: the tensors of the best epoch, if the recipe keeps them.
         seconds: time of all steps and of the validation after each epoch.
+        best: the tensors of the best epoch, if the recipe keeps them.
         losses: losses of the current epoch when the state was saved.
         history: one line per epoch.
         fingerprint: hash of the images' names and labels (`datasets.fingerprint`); empty if unknown.
-        preprocessing: preprocessing of the images, if known.
-        init: the checkpoint that it started from, which identifies it, too; None for new weights, empty if unknown.
+        init: the checkpoint that it started from; None for new weights, empty if unknown.
     """
 
     model: Network
@@ -64,7 +61,6 @@ class Training:
         return self.model if self.averaged is None else self.averaged
 
     def keep_weights(self) -> None:
-        """Keep the weights of this epoch as the best."""
         self.best = {name: tensor.clone() for name, tensor in self.result.state_dict().items()}
 
 
@@ -95,17 +91,13 @@ def frozen_layers(model: Network, share: float) -> list[nn.Module]:
     return [layer for layer in layers[: math.ceil(share * len(layers))] if layer is not last]
 
 
-# The optimizer
-
-
 def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
     """Weight decay for convolutions and linear layers only; A, R and q have their own learning rate."""
     decayed, plain, kalman = list[Tensor](), list[Tensor](), list[Tensor]()
     kalman_names = no_weight_decay(model)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            group = kalman if name in kalman_names else decayed if parameter.ndim >= 2 else plain
-            group.append(parameter)
+            (kalman if name in kalman_names else decayed if parameter.ndim >= 2 else plain).append(parameter)
     groups = (
         {"params": decayed, "weight_decay": recipe.weight_decay, "scale": 1.0},
         {"params": plain, "weight_decay": 0.0, "scale": 1.0},
@@ -129,6 +121,17 @@ def make_optimizer(model: nn.Module, recipe: Recipe, device: torch.device) -> to
 # The history
 
 
+def epoch_mode(training: Training, recipe: Recipe, modes: Sequence[str]) -> str:
+    """The one of these statistics modes that is measured after each epoch.
+
+    It is the start's default or, for new weights, the one that fits the groups of training.
+    """
+    mode = "sample" if recipe.statistics_batch_size == 1 else "expected"
+    if training.init or recipe.freeze or recipe.statistics_batch_size is None:
+        mode = training.result.default_statistics
+    return mode if mode in modes else modes[0]
+
+
 def best_mode(metrics: Mapping[str, Mapping[str, float]]) -> str:
     """The statistics mode with the highest top-1; if several are equal, the one with the lowest loss."""
     return max(metrics, key=lambda mode: (metrics[mode]["top1"], -metrics[mode]["loss"]))
@@ -141,10 +144,9 @@ def validation_loss(line: Mapping[str, Any]) -> float:
 
 
 def kept_line(history: list[dict[str, Any]], recipe: Recipe) -> dict[str, Any]:
-    """The line of the epoch whose weights are kept: the last, or the best.
+    """The line of the epoch whose weights are kept: the last, or the last within a standard error of the best loss.
 
-    The best is the last epoch whose validation loss is within a standard error of the lowest. With few images, smaller
-    differences are chance. Among equally good epochs, the last had the lowest learning rate.
+    With few images, smaller differences are chance, and the last epoch had the lowest learning rate.
     """
     if recipe.keep == "last":
         return history[-1]
@@ -156,8 +158,8 @@ def kept_line(history: list[dict[str, Any]], recipe: Recipe) -> dict[str, Any]:
 
 def write_log(history: list[dict[str, Any]], folder: Path) -> None:
     """Write one line per epoch."""
+    folder.mkdir(parents=True, exist_ok=True)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         (folder / LOG).write_text("".join(json.dumps(line) + "\n" for line in history))
     except OSError as error:
         raise TrainingError(
@@ -165,7 +167,13 @@ def write_log(history: list[dict[str, Any]], folder: Path) -> None:
         ) from error
 
 
-# The file
+# Files
+
+
+def _identity(training: Training, recipe: Recipe) -> dict[str, Any]:
+    """What says which training a file belongs to."""
+    known = {"recipe": json.dumps(dataclasses.asdict(recipe)), "processes": processes(), "init": training.init}
+    return known | {"fingerprint": training.fingerprint, "finished": training.finished, "step": training.step}
 
 
 def save_state(training: Training, recipe: Recipe, folder: Path) -> None:
@@ -173,14 +181,15 @@ def save_state(training: Training, recipe: Recipe, folder: Path) -> None:
     for name, parameter in training.model.named_parameters():
         if not parameter.isfinite().all():
             raise NonFiniteLossError(f"{name} was not finite after step {training.step - 1}: {REMEDY}.")
-    state = {name: getattr(training, name) for name in PLAIN} | {
+    state = _identity(training, recipe) | {
+        "seconds": training.seconds,
+        "best": training.best,
+        "losses": training.losses,
         "model": training.model.state_dict(),
         "averaged": None if training.averaged is None else training.averaged.state_dict(),
         "optimizer": training.optimizer.state_dict(),
         "history": json.dumps(training.history),
         "preprocessing": None if training.preprocessing is None else dataclasses.asdict(training.preprocessing),
-        "processes": processes(),
-        "recipe": json.dumps(dataclasses.asdict(recipe)),
     }
     scratch = folder / f".{STATE}.tmp"
     try:
@@ -194,26 +203,37 @@ def save_state(training: Training, recipe: Recipe, folder: Path) -> None:
         raise TrainingError(f"{folder / STATE} could not be written ({error}): free disk space{stays}.") from error
     finally:
         scratch.unlink(missing_ok=True)
+    (folder / FINISHED).unlink(missing_ok=True)
+
+
+def drop_state(training: Training, recipe: Recipe, folder: Path) -> None:
+    """Replace the state of a finished training by a small file, so that it is still known which one it was."""
+    replace_file(folder / FINISHED, json.dumps(_identity(training, recipe), indent=1) + "\n")
+    (folder / STATE).unlink(missing_ok=True)
 
 
 def find_state(folder: Path) -> Path:
     """The file of the training in a folder."""
-    path = folder / STATE
-    if not path.is_file():
-        raise CheckpointError(
-            f"{path} does not exist, so there is no training to resume: correct --output, or start without --resume."
-        )
-    return path
+    for name in (STATE, FINISHED):
+        if (folder / name).is_file():
+            return folder / name
+    raise CheckpointError(
+        f"{folder / STATE} does not exist, so there is no training to resume: correct --output, or start without "
+        "--resume."
+    )
 
 
 def _read_state(path: Path, device: torch.device, mmap: bool = False) -> dict[str, Any]:
     """The content of a state; `mmap` does not read its tensors."""
     try:
-        state = torch.load(path, map_location=device, weights_only=True, mmap=mmap)
-        for name in (*PLAIN, "model", "averaged", "optimizer", "preprocessing", "processes"):
+        if path.name == FINISHED:
+            state = json.loads(path.read_text())
+        else:
+            state = torch.load(path, map_location=device, weights_only=True, mmap=mmap)
+            state |= {"history": json.loads(state["history"])}
+        for name in ("init", "fingerprint", "finished", "step", "processes"):
             state[name]
-        recipe = make(Recipe, renamed(json.loads(state["recipe"])))  # fields that it lacks have their defaults
-        return state | {"history": json.loads(state["history"]), "recipe": recipe}
+        return state | {"recipe": make(Recipe, renamed(json.loads(state["recipe"])))}  # new fields have their defaults
     except Exception as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise CheckpointError(
@@ -222,36 +242,40 @@ def _read_state(path: Path, device: torch.device, mmap: bool = False) -> dict[st
         ) from None
 
 
-def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.device) -> None:
-    """Continue the training in a folder, with its preprocessing; refuse one of another recipe, data or start."""
+def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.device) -> bool:
+    """Continue the training in a folder, with its preprocessing; refuse one of another recipe, data or start.
+
+    Returns False if it is finished and has no state any more.
+    """
     path = find_state(folder)
     state = _read_state(path, device)
     for _, sentence in _differences(state, training, recipe):
         raise CheckpointError(f"{path} belongs to a training {sentence}")
+    if path.name == FINISHED:
+        return False
     try:
         training.model.load_state_dict(state["model"])
         if training.averaged is not None:
             training.averaged.load_state_dict(state["averaged"])
-        here = [group.get("capturable") for group in training.optimizer.param_groups]
         training.optimizer.load_state_dict(state["optimizer"])
-        for group, capturable in zip(training.optimizer.param_groups, here, strict=True):
-            if capturable is not None:  # depends on the device, not on the training
-                group["capturable"] = capturable
+        for name in ("step", "finished", "seconds", "best", "losses", "history"):
+            setattr(training, name, state[name])
+        if state["preprocessing"] is not None:
+            training.preprocessing = Preprocessing(**state["preprocessing"])
     except (RuntimeError, ValueError, KeyError):
         raise CheckpointError(
             f"{path} has tensors that do not fit {recipe.model}, perhaps for other classes: resume with the same data."
         ) from None
-    for name in ("step", "finished", "seconds", "best", "losses", "history"):
-        setattr(training, name, state[name])
-    if state["preprocessing"] is not None:
-        training.preprocessing = Preprocessing(**state["preprocessing"])
+    return True
 
 
 def replaces_finished(folder: Path, recipe: Recipe, training: Training) -> bool:
     """Whether there is a finished training with the same recipe, data and start. Refuse to replace any other."""
-    if not (folder / STATE).exists():
+    try:
+        path = find_state(folder)
+    except CheckpointError:
         return False
-    state = _read_state(folder / STATE, torch.device("cpu"), mmap=True)
+    state = _read_state(path, torch.device("cpu"), mmap=True)
     changed = [name for name, _ in _differences(state, training, recipe) if name != "processes"]
     if state["finished"] and changed:
         raise InputError(
@@ -273,12 +297,10 @@ def _differences(state: dict[str, Any], training: Training, recipe: Recipe) -> I
     """
     if "" not in (state["init"], training.init) and state["init"] != training.init:
         theirs, ours = (init or "new weights" for init in (state["init"], training.init))
-        sentence = f"that started from {theirs}, not {ours}: pass the same --checkpoint, or another --name."
-        yield "checkpoint", sentence
+        yield "checkpoint", f"that started from {theirs}, not {ours}: pass the same --checkpoint, or another --name."
     together = state["processes"]
     if together != processes():  # groups and augmentation differ between processes
-        how = "without torchrun" if together == 1 else f"by torchrun, with {together} in all"
-        yield "processes", f"by {counted(together, 'process')}, not {processes()}: resume {how}."
+        yield "processes", f"by {counted(together, 'process')}, not {processes()}: resume with as many."
     if "" not in (state["fingerprint"], training.fingerprint) and state["fingerprint"] != training.fingerprint:
         where = "on other images, or with some images in other classes"
         yield "data", f"{where}: resume with the same data, or pass another --name."

@@ -4,7 +4,7 @@ import inspect
 import math
 import platform
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ def make_step(training: Training, recipe: Recipe, device: torch.device) -> Calla
         alone = network.no_sync
     if recipe.compile:
         network = torch.compile(network)
+    # PyTorch's gradients of depthwise convolutions use one thread on ARM processors.
+    slow_depthwise = device.type == "cpu" and platform.machine() in ("aarch64", "arm64") and not recipe.compile
     parameters = [p for group in training.optimizer.param_groups for p in group["params"]]
 
     def step(batch: Batch) -> Tensor:
@@ -43,7 +45,7 @@ def make_step(training: Training, recipe: Recipe, device: torch.device) -> Calla
             with alone() if number < len(parts) else nullcontext():
                 # Without autocast's cache, which a CUDA graph must not share with what runs outside of it.
                 precision = autocast(recipe, device, cache_enabled=False)
-                with precision, nullcontext() if recipe.compile else fast_depthwise(device):
+                with precision, _FastDepthwise() if slow_depthwise else nullcontext():
                     logits = network(images.contiguous(memory_format=torch.channels_last))
                 loss = F.cross_entropy(logits.float(), targets, label_smoothing=recipe.label_smoothing) / len(parts)
                 loss.backward()
@@ -78,24 +80,19 @@ def learning_rate(recipe: Recipe, step: int, steps: int) -> float:
 
 
 def parallel(model: nn.Module) -> DistributedDataParallel:
-    """The model with gradients averaged over all processes.
-
-    Every process normalizes with its own groups. `share_running_averages` averages the running averages. By default,
-    DDP would copy those of the first process to all in every pass.
-    """
+    """The model with gradients averaged over all processes. `share_running_averages` averages running averages."""
     known = inspect.signature(DistributedDataParallel).parameters
-    # The second name is that of older versions of torch.
+    # By default, DDP would copy the buffers of the first process. The second name is that of older versions of torch.
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     option: dict[str, Any] = {name: False}
     return DistributedDataParallel(model, **option)
 
 
 def _remembered_as_one(parts: list[Part], model: nn.Module) -> Iterator[Part]:
-    """The parts of a step, one per pass, which together update the running averages once.
+    """The parts of a step, one per pass, which together update the running averages once, by the mean of all passes.
 
-    The result is the mean of the updates of all passes, as with several processes, so the number of passes does not
-    matter. The exception is `image_spread`: with N images per pass it is too small by a share of at most
-    momentum/(2 N), because the mean over passes fluctuates less than `RunningNorm._step` assumes.
+    `image_spread` is then too small by a share of at most momentum/(2 N) with N images per pass, because the mean over
+    passes fluctuates less than `RunningNorm._step` assumes.
     """
     averages, counts = running_averages(model), counters(model)
     if len(parts) == 1 or not averages:
@@ -116,21 +113,15 @@ def _remembered_as_one(parts: list[Part], model: nn.Module) -> Iterator[Part]:
 @torch.no_grad()
 def average(averaged: nn.Module, model: nn.Module, share: float) -> None:
     """Move the averaged weights, and their running averages, by `share` towards those of the model."""
-
-    def values(module: nn.Module) -> list[Tensor]:
-        return [*module.parameters(), *running_averages(module)]
-
-    torch._foreach_lerp_(values(averaged), values(model), share)
+    old, new = ([*module.parameters(), *running_averages(module)] for module in (averaged, model))
+    torch._foreach_lerp_(old, new, share)
     if counters(model):
         torch._foreach_copy_(counters(averaged), counters(model))
 
 
 @torch.no_grad()
 def share_running_averages(model: nn.Module) -> None:
-    """Give every process the mean of the running averages of all processes, in one message.
-
-    This happens after every step. If it happened only when a state is saved, the result would depend on the clock.
-    """
+    """Give every process the mean of the running averages of all processes, in one message after every step."""
     averages = running_averages(model)
     if dist.is_initialized() and averages:
         together = _joined(averages)
@@ -157,16 +148,9 @@ def _copy_joined(values: Tensor, tensors: list[Tensor]) -> None:
     torch._foreach_copy_(tensors, [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)])
 
 
-# Gradients of depthwise convolutions on ARM processors, where PyTorch's are slow and use one thread
-
-
-def fast_depthwise(device: torch.device) -> AbstractContextManager[Any]:
-    """A context in which gradients of depthwise float32 convolutions are about four times as fast on ARM processors."""
-    slow = device.type == "cpu" and platform.machine() in ("aarch64", "arm64")
-    return _FastDepthwise() if slow else nullcontext()
-
-
 class _FastDepthwise(TorchFunctionMode):
+    """A context in which gradients of depthwise float32 convolutions are about four times as fast on ARM processors."""
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -16,8 +16,8 @@ from PIL import Image
 
 import bkn_zoo
 from bkn_zoo.checkpoints.card import table
+from bkn_zoo.checkpoints.provenance import write_results
 from bkn_zoo.norms.running import RunningNorm
-from bkn_zoo.publishing.results import write_results
 
 ROOT = Path(__file__).resolve().parents[2]
 MACHINE = platform.machine()

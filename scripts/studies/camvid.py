@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bkn_zoo.images import SUFFIXES, Preprocessing, normalize, open_image
 from bkn_zoo.training.augmentation import generator
-from bkn_zoo.training.datasets import decoded_once
+from studies.decoded import decoded_once
 
 CLASSES, VOID = 11, 255
 FILE_VOID = 11  # the class of pixels without a class in the files

@@ -22,12 +22,13 @@ from bkn_zoo.models.inception_cifar import InceptionCifar
 from bkn_zoo.models.registry import NORMS as FACTORIES
 from bkn_zoo.modes import MODES
 from bkn_zoo.training.data import Runtime, evaluation_batches
-from bkn_zoo.training.datasets import Data, decoded_once, load_data
+from bkn_zoo.training.datasets import Data, load_data
 from bkn_zoo.training.evaluation import evaluate
 from bkn_zoo.training.loop import fit, further_images
 from bkn_zoo.training.recipes import Recipe
 from bkn_zoo.training.state import STATE, begin, load_state
 from studies.base import OFFICIAL, RESULTS, Record, Run, Study, device
+from studies.decoded import decoded_once
 from studies.replication_plan import PLAN, Plan, Training, read_plan, read_records
 from studies.rules import evalnorm, example_weighing, observing_by, recalibrated
 

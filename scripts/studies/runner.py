@@ -127,8 +127,8 @@ def listing(study: Study, records: Mapping[str, Record]) -> str:
 
 def leave_record(study: Study, run: Run, args: argparse.Namespace) -> None:
     """Train a run and write its record, with command, hardware and versions."""
+    from bkn_zoo.checkpoints.files import replace_file
     from bkn_zoo.checkpoints.provenance import environment
-    from bkn_zoo.publishing.results import write_record
 
     (args.output / study.name / run.name).mkdir(parents=True, exist_ok=True)
     found = study.train(run, args)
@@ -136,7 +136,9 @@ def leave_record(study: Study, run: Run, args: argparse.Namespace) -> None:
     words += ["--set", *args.set] if args.set else []
     origin = {"jobs": args.jobs, **environment(run.seed), "command": shlex.join(words)}
     text = json.dumps({"name": run.name, **found, **origin}, separators=(",", ":"))
-    write_record((args.results or study.results) / f"{run.name}.json", text)
+    path = (args.results or study.results) / f"{run.name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, text + "\n")  # completely or not at all, because an existing file means that the run is done
 
 
 def selected(runs: Sequence[Run], only: Sequence[str] | None) -> list[Run]:
