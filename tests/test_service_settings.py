@@ -118,6 +118,13 @@ def test_bad_setting_is_named(flags):
         read_settings(flags)
 
 
+def test_variable_of_an_earlier_version_is_refused(monkeypatch):
+    """Ignored, it would leave the service open."""
+    monkeypatch.setenv("BKN_API_KEYS", "secret")
+    with pytest.raises(InputError, match="rename it to BKN_ZOO_API_KEYS"):
+        read_settings([])
+
+
 def test_key_that_was_not_filled_in_is_refused(monkeypatch):
     monkeypatch.setenv("BKN_ZOO_API_KEYS", "")
     with pytest.raises(InputError, match="BKN_ZOO_API_KEYS"):
