@@ -20,6 +20,7 @@ METHODS = ("GET", "HEAD", "POST", "OPTIONS", "PUT", "PATCH", "DELETE")
 # Requested all the time.
 QUIET = ("/health/live", "/health/ready", "/metrics")
 SAFETY = [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")]
+FAILED = "an internal error occurred: try again; if it fails again, tell the operator of this service."
 POLICY = b"content-security-policy"
 PAGE_POLICY = b"default-src 'self'; img-src 'self' blob: data:; frame-ancestors 'none'; base-uri 'none'"
 
@@ -73,6 +74,3 @@ class Envelope:
             if route not in QUIET:
                 facts = {"method": method[:20], "path": scope["path"][:200], "status": status or 499}
                 log.info("request", extra={**facts, "ms": round(1000 * seconds, 2), **scope.get("facts", {})})
-
-
-FAILED = "an internal error occurred: try again; if it fails again, tell the operator of this service."

@@ -7,7 +7,6 @@ import sys
 import warnings
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from typing import Any
 
 from bkn_zoo.terminal import printable
 
@@ -29,11 +28,10 @@ class JsonFormatter(logging.Formatter):
         line |= {name: value for name, value in record.__dict__.items() if name not in PLAIN}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return ENCODER.encode({name: _shortened(value) for name, value in line.items()})
-
-
-def _shortened(value: Any) -> Any:
-    return value if not isinstance(value, str) or len(value) <= MAX_FIELD else f"{value[:MAX_FIELD]}..."
+        for name, value in line.items():
+            if isinstance(value, str) and len(value) > MAX_FIELD:
+                line[name] = f"{value[:MAX_FIELD]}..."
+        return ENCODER.encode(line)
 
 
 def set_up_logs() -> None:

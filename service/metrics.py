@@ -30,10 +30,10 @@ class Metrics:
         self.folder, self._can_share = folder, True
         self.registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
-        counter, gauge = (partial(kind, registry=registry) for kind in (prometheus_client.Counter, Gauge))
+        counter = partial(prometheus_client.Counter, registry=registry)
+        gauge = partial(Gauge, registry=registry)
         histogram = partial(Histogram, registry=registry, buckets=SECONDS)
-        about = "Requests by route and status."
-        self.requests = counter("bkn_requests_total", about, ["method", "route", "status"])
+        self.requests = counter("bkn_requests_total", "Requests by route and status.", ["method", "route", "status"])
         self.seconds = histogram("bkn_request_seconds", "From the first byte of a request to its response.", ["route"])
         about = "Refused requests, and refused images of a batch, by reason."
         self.rejected = counter("bkn_rejected_total", about, ["reason"])

@@ -1,5 +1,6 @@
 """The settings of the service, as flags (--queue-length 8) or environment variables (BKN_ZOO_QUEUE_LENGTH=8)."""
 
+import os
 from typing import Annotated, Any
 
 from pydantic import Field, SecretStr, ValidationError, field_validator
@@ -94,17 +95,23 @@ def settings_parser() -> Parser:
     """The parser of `bkn-zoo serve`: one option per setting. `Settings` checks the values."""
     made = Parser("bkn-zoo serve", usage="bkn-zoo serve [OPTION ...]", description=DESCRIPTION, allow_abbrev=False)
     for name, field in Settings.model_fields.items():
-        flags = ["--models", "--checkpoint", "--model"] if name == "models" else [f"--{name.replace('_', '-')}"]
+        aliases = ["--checkpoint", "--checkpoints", "--model"] if name == "models" else []
         default = f"{field.default:g}" if isinstance(field.default, float) else field.default
         about = f"{field.description}{f' (default: {default})' if default else ''}"
         # A shell expands a pattern to several arguments.
         several: dict[str, Any] = {"nargs": "+", "action": "extend"} if name in LISTS else {}
-        made.add_argument(*flags, dest=name, metavar=METAVARS.get(name, "N"), help=about, **several)
+        made.add_argument(
+            f"--{name.replace('_', '-')}", *aliases, dest=name, metavar=METAVARS.get(name, "N"), help=about, **several
+        )
     return made
 
 
 def read_settings(arguments: list[str]) -> Settings:
     """Read the settings from flags and the environment."""
+    # Ignoring them could leave a service without its keys.
+    old = sorted(name for name in os.environ if name.startswith("BKN_") and not name.startswith(PREFIX))
+    if old:
+        raise InputError(f"{old[0]} is a variable of version 0.1: rename it to {old[0].replace('BKN_', PREFIX, 1)}.")
     given = {name: value for name, value in vars(settings_parser().read(arguments)).items() if value is not None}
     try:
         return Settings(**given)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from typing import Any
 
 from PIL import Image
 
@@ -35,7 +36,7 @@ class SlowDecoder:
         path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
         # Large blocks are returned to the system at once.
         environment = os.environ | {"PYTHONPATH": path, "MALLOC_MMAP_THRESHOLD_": "1000000"}
-        self._process = subprocess.Popen(
+        self._process: Any = subprocess.Popen(
             [sys.executable, "-m", __name__, str(niceness)], env=environment, stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
@@ -43,8 +44,6 @@ class SlowDecoder:
     def decode(self, data: bytes, pixels: int, preprocessing: Preprocessing, max_pixels: int) -> Image.Image:
         """The central square of an image of about so many pixels, cropped and resized for preprocessing."""
         side = preprocessing.square["size"]
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         given_up = threading.Timer(self._seconds, self._process.kill)
         given_up.start()
         try:
@@ -97,8 +96,9 @@ def decode_images(niceness: int) -> None:
     answers = os.fdopen(os.dup(1), "wb")
     # Output of libraries must not mix with responses.
     os.dup2(2, 1)
-    while sys.stdin.buffer.peek(1):
-        data, pixels, square, max_pixels = pickle.load(sys.stdin.buffer)
+    images: Any = sys.stdin.buffer
+    while images.peek(1):
+        data, pixels, square, max_pixels = pickle.load(images)
         try:
             _limit(pixels, len(data))
             answers.write(b"\n" + resized_square(open_image(data, max_pixels), **square).tobytes())

@@ -158,7 +158,7 @@ def _from_json(body: bytes, field: str, several: bool) -> tuple[list[bytes | Ser
     # An option of Hugging Face's clients.
     if any(given.get("function_to_apply") not in (None, "softmax") for given in (found, inner)):
         raise ServiceError("bad_parameter", "function_to_apply: only softmax is supported: send softmax, or omit it.")
-    options, sources = _chosen(found) | _chosen(inner), found.get(field)
+    options, sources = _chosen(found) | _chosen(inner), found.get(field, [])
     if several and (not isinstance(sources, list) or not 1 <= len(sources) <= MAX_IMAGES):
         raise _malformed(f"the request has no list {field!r} of 1 to {MAX_IMAGES} images: send that many.")
     if not several and not isinstance(sources, str):

@@ -22,7 +22,6 @@ import signal
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -85,25 +84,17 @@ def measure(service: Probed, name: str | None, clients: int, seconds: float, beh
     """What healthy clients see while so many others attack; of none if there is no name."""
     settle(service)
     asked: Any = service.proxy if behind_nginx else service
-    before, memory = len(fetch(service.port, "/metrics")[1]), service.memory()
-    grown, decoders, over = [0.0], [0.0], threading.Event()
-
-    def look() -> None:
-        while not over.wait(0.05):
-            grown.append(service.memory() - memory)
-            decoders.append(service.decoders())
-
-    attack, looking = None, threading.Thread(target=look)
-    looking.start()
-    if name is not None:
-        attack = attackers.begin(asked.port, seconds + 1, "--name", name, "--clients", clients)
-        time.sleep(0.5)
-    begun = time.monotonic()
-    with Watch(asked.url, IMAGE, photograph=PHOTOGRAPH) as watch:
-        time.sleep(seconds)
-    ended = time.monotonic()
-    over.set()
-    looking.join()
+    before, attack, decoders = len(fetch(service.port, "/metrics")[1]), None, [0.0]
+    with service.growth() as grown:
+        if name is not None:
+            attack = attackers.begin(asked.port, seconds + 1, "--name", name, "--clients", clients)
+            time.sleep(0.5)
+        begun = time.monotonic()
+        with Watch(asked.url, IMAGE, photograph=PHOTOGRAPH) as watch:
+            while time.monotonic() < begun + seconds:
+                time.sleep(0.05)
+                decoders.append(service.decoders())
+        ended = time.monotonic()
     sent = 0 if attack is None else sum(json.loads(attack.communicate(timeout=120)[0]).values())
     pauses = service.pauses(begun, ended)
     found = {

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -137,6 +138,22 @@ class ServiceProcess(Running):
         """Resident, in MB."""
         text = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(text.split("VmRSS:")[1].split()[0]) / 1000
+
+    @contextlib.contextmanager
+    def growth(self):
+        """By how much the memory has grown during the block, in MB, again and again."""
+        before, grown, over = self.memory(), [0.0], threading.Event()
+
+        def look():
+            while not over.wait(0.02):
+                grown.append(self.memory() - before)
+
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(look)
+            try:
+                yield grown
+            finally:
+                over.set()
 
     def workers(self):
         """Those that have said that they serve, and live."""

@@ -7,10 +7,10 @@ import warnings
 
 import pytest
 import torch
-import torchvision
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torchvision.models.feature_extraction import create_feature_extractor
+from torchvision.models.resnet import BasicBlock, ResNet
 
 from bkn_zoo import BatchKalmanNorm1d, InputError, convert
 from bkn_zoo.conversion import prove
@@ -177,9 +177,9 @@ def test_output_layout_is_that_of_batch_norm(training):
 
 @pytest.mark.parametrize("trace", [torch.fx.symbolic_trace, lambda m: create_feature_extractor(m, ["layer2"])])
 def test_graphs_of_torch_fx_convert(trace):
-    original = trace(torchvision.models.resnet18(num_classes=4))
+    original = trace(ResNet(BasicBlock, [1, 1, 1, 1], num_classes=4))
     converted = convert(original)
-    images = torch.randn(2, 3, 64, 64)
+    images = torch.randn(2, 3, 32, 32)
     prove(original, converted, images)
     for twin in (converted, copy.deepcopy(converted)):
         twin.train()
@@ -315,11 +315,11 @@ def test_refusal_says_whose_fault_it_is(monkeypatch):
 
 
 def test_refusal_names_few_norms():
-    network = layers(*[3] * 40)
+    network = layers(*[3] * 10)
     for module in network:
         if isinstance(module, nn.BatchNorm2d):
             module.register_forward_hook(print)
-    with pytest.raises(ConversionError, match=r"1, 3, 5 and 36 more: has hooks") as caught:
+    with pytest.raises(ConversionError, match=r"1, 3, 5 and 6 more: has hooks") as caught:
         convert(network)
     assert len(str(caught.value)) < 300
 
@@ -344,13 +344,3 @@ def test_prove_names_a_random_backward_pass():
     network = Shaken(*layers(3, 4, 4))
     with pytest.raises(ConversionError, match="two equal training steps of the original differ"):
         prove(network, convert(network), X)
-
-
-def test_converted_network_trains_with_a_last_batch_of_three():
-    network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 5, 3), nn.BatchNorm2d(5))
-    network = convert(network, statistics_batch_size=2, start="scratch")
-    loader = torch.utils.data.DataLoader(torch.randn(7, 3, 8, 8), batch_size=4)
-    for images in loader:
-        network(images).square().sum().backward()
-    assert all(value.grad is not None for value in network.parameters())
-    assert network[4].num_batches_tracked == 2

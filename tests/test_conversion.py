@@ -80,10 +80,7 @@ def test_a_family_converts(family):
     converted = convert(original)
     images = torch.randn(4, 3, 64, 64)
     assert prove(original, converted, images).output <= 1e-9
-    with torch.no_grad():
-        expected = original.eval()(images)
-        assert (converted.eval()(images) - expected).abs().max() <= 1e-4 * expected.abs().max()
-    again = copy.deepcopy(converted).eval()
+    again = copy.deepcopy(converted.eval())
     for tensor in again.state_dict().values():
         tensor.zero_()
     result = again.load_state_dict(original.state_dict(), strict=False)
@@ -184,12 +181,6 @@ def test_the_transition_follows_the_convolution():
     assert channels_below(converted.n5) == [("n4", channel // 2) for channel in range(16)]
 
 
-def test_convolutions_without_a_norm_between_are_one_path():
-    layers = {"c1": conv(3, 8), "n1": norm(8), "c2": conv(8, 8, 8), "c3": conv(8, 12, 4), "c4": conv(12, 12, 2)}
-    converted = plan_of(lambda m, x: m.n2(m.c4(m.c3(m.c2(m.n1(m.c1(x).transpose(2, 3)))))), n2=norm(12), **layers)
-    assert shapes(converted)["n2"] == ((2, 6, 4),)
-
-
 def test_report_counts_a_channel_of_a_prior_once():
     """Also if several channels above read it, each for itself."""
     converted = convert(nn.Sequential(conv(3, 2), norm(2), conv(2, 4, 2), norm(4), conv(4, 3), norm(3)))
@@ -235,14 +226,6 @@ def test_padded_channels_have_no_belief():
     converted = plan_of(lambda m, x: m.n2(F.pad(m.n1(m.c1(x)), (1, 1, 1, 1, 1, 1))), **layers)
     assert priors(converted)["n2"] == {"n1": 4}
     assert shapes(converted)["n2"] == ((6, 4),)
-
-
-def test_pixels_as_channels_are_followed():
-    """A network may begin with them, as TResNet does."""
-    layers = {"c1": conv(12, 4), "n1": norm(4), "n2": norm(16)}
-    forward = lambda m, x: m.n2(F.pixel_unshuffle(m.n1(m.c1(F.pixel_unshuffle(x, 2))), 2))  # noqa: E731
-    converted = plan_of(forward, torch.randn(4, 3, 8, 8), **layers)
-    assert channels_below(converted.n2) == [("n1", channel // 4) for channel in range(16)]
 
 
 @pytest.mark.parametrize(
@@ -292,25 +275,6 @@ def test_calls_of_different_transitions_have_none():
     assert notes(converted)["n2"] == "none: its calls would need transitions of different shapes"
 
 
-class Joined(nn.Module):
-    def forward(self, x, *more, skip=None):
-        parts = [*(x if isinstance(x, list) else [x]), *more]
-        return torch.cat(parts if skip is None else [*parts, skip], 1)
-
-
-@pytest.mark.parametrize(
-    "join",
-    [lambda j, a, b: j(a, b), lambda j, a, b: j([a, b]), lambda j, a, b: j(a, skip=b)],
-    ids=["*", "list", "name"],
-)
-def test_modules_without_norms_are_followed(join):
-    layers = {"c1": conv(3, 4), "n1": norm(4), "c2": conv(3, 6), "n2": norm(6), "n3": norm(10)}
-    converted = plan_of(lambda m, x: m.n3(join(m.join, m.n1(m.c1(x)), m.n2(m.c2(x)))), join=Joined(), **layers)
-    assert priors(converted)["n3"] == {"n1": 4, "n2": 6}
-    assert shapes(converted)["n3"] == ((10,),)
-    assert converted.report.guesses == ()
-
-
 def test_unknown_operations_are_guessed_and_reported():
     layers = {"c1": conv(3, 4), "n1": norm(4), "n2": norm(4)}
     converted = plan_of(lambda m, x: m.n2(torch.cumsum(m.n1(m.c1(x)), 2)), **layers)
@@ -319,23 +283,6 @@ def test_unknown_operations_are_guessed_and_reported():
     inner = Block(lambda m, x: m.deeper(x), deeper=Block(lambda m, x: torch.cumsum(x, 2)))
     converted = plan_of(lambda m, x: torch.cumsum(m.n2(m.inner(m.n1(m.c1(x)))), 2), **layers, inner=inner)
     assert [guess.split(":")[0] for guess in converted.report.guesses] == ["cumsum in inner.deeper (a Block)"]
-
-
-def test_tokens_in_the_batch_are_positions_of_their_image():
-    """Flattened into the batch they would each be normalized as an image of their own."""
-    layers = {"c1": conv(3, 4), "n1": norm(4), "fc": nn.Linear(4, 6), "n2": nn.BatchNorm1d(6)}
-
-    def forward(m, x):
-        x = m.fc(m.n1(m.c1(x)).flatten(2).transpose(1, 2))
-        return m.n2(x.flatten(0, 1)).reshape_as(x)
-
-    converted = plan_of(forward, **layers)
-    assert shapes(converted)["n2"] == ((6, 4),)
-    images = torch.randn(3, 3, 6, 6)
-    with torch.no_grad():
-        alone = converted.eval()(images[:1], statistics="sample")
-        torch.testing.assert_close(converted(images, statistics="sample")[:1], alone)
-    assert alone.std() > 0.1
 
 
 @pytest.mark.parametrize(
@@ -363,27 +310,6 @@ def test_a_norm_of_parameters_is_left():
     assert notes(converted)["n2"] == "left: its input has unknown channels"
 
 
-FRAMES = {
-    "flattened": lambda m, v: m.part(v.flatten(0, 1)).mean((2, 3)).view(v.shape[0], -1, 5).mean(1),
-    "one by one": lambda m, v: torch.stack([m.part(v[:, t]).mean((2, 3)) for t in range(3)], 1).mean(1),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("way", FRAMES)
-def test_frames_are_positions_of_their_video(way):
-    part = nn.Sequential(conv(3, 4), norm(4), nn.ReLU(), conv(4, 5), norm(5))
-    original = stir(Block(FRAMES[way], part=part))
-    videos = torch.randn(3, 3, 3, 6, 6) * torch.tensor([1.0, 3.0, 0.3]).view(3, 1, 1, 1, 1)
-    converted = convert(original, statistics_batch_size=1)
-    prove(original, converted, videos)
-    assert priors(converted) == {"part.1": {}, "part.4": {"part.1": 4}}
-    assert converted.report.guesses == ()
-    assert converted.train()(videos).shape == (3, 5)
-    with torch.no_grad():
-        alone = converted.eval()(videos[1:2], statistics="sample")
-        torch.testing.assert_close(converted(videos, statistics="sample")[1:2], alone)
-
-
 def by_heads(m, x):
     """Two heads, which are flattened into the batch with their images."""
     images, rows, channels = x.shape
@@ -396,9 +322,6 @@ ALONG_ROWS = {
     "attention by heads": (by_heads, None),
     "a layer of it, rows first": (
         lambda m, x: m.layer(*[x.transpose(0, 1)] * 3)[0].transpose(0, 1).flatten(0, 1), nn.MultiheadAttention(4, 2),
-    ),
-    "a mean by weights": (
-        lambda m, x: (x.transpose(1, 2).unsqueeze(1) @ m.qkv(x)[:, None, :, :1].softmax(2)).view(x.shape[0], 4), None,
     ),
     "recurrent": (lambda m, x: m.layer(x)[0].flatten(0, 1), nn.GRU(4, 2, batch_first=True, bidirectional=True)),
     "its state": (lambda m, x: m.layer(x)[1][0][-1], nn.LSTM(4, 4, 2, batch_first=True)),
@@ -473,16 +396,6 @@ def test_rows_behind_a_mask_are_refused_where_images_matter():
     torch.testing.assert_close(converted(x), original.eval()(x))
 
 
-def test_an_input_may_be_a_dict():
-    layers = {"c1": conv(3, 4), "n1": norm(4), "c2": conv(4, 5), "n2": norm(5)}
-    batch = {"image": torch.randn(4, 3, 6, 6)}
-    model = stir(Block(lambda m, batch: {"out": m.n2(m.c2(m.n1(m.c1(batch["image"]))))}, **layers))
-    converted = convert(model, example=(batch,))
-    prove(model, converted, batch)
-    assert priors(converted) == {"n1": {}, "n2": {"n1": 4}}
-    assert torch.export.export(converted.eval(), (batch,)).module()(batch)["out"].shape == (4, 5, 6, 6)
-
-
 def test_training_and_evaluation_may_run_other_code():
     layers = {"c1": conv(3, 4), "n1": norm(4), "aux": nn.Sequential(conv(4, 4), norm(4)), "c2": conv(4, 2)}
 
@@ -492,8 +405,6 @@ def test_training_and_evaluation_may_run_other_code():
 
     converted = plan_of(forward, **layers)
     assert priors(converted)["aux.1"] == {"n1": 4}
-    assert isinstance(converted.train()(torch.randn(2, 3, 6, 6)), tuple)
-    assert isinstance(converted.eval()(torch.randn(2, 3, 6, 6)), Tensor)
 
 
 # Kinds of norm
@@ -510,7 +421,6 @@ def test_training_and_evaluation_may_run_other_code():
         (nn.BatchNorm2d(4, momentum=None), (4, 3, 5, 5), BatchKalmanNorm2d),
         (nn.SyncBatchNorm(4), (4, 3, 5, 5), BatchKalmanNorm2d),
     ],
-    ids=["1d", "1d, sequences", "3d", "eps and momentum", "affine=False", "momentum=None", "synchronized"],
 )
 def test_every_kind_of_batch_norm(layer, shape, kind):
     mixing = {2: nn.Linear, 3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}[len(shape)]
@@ -571,17 +481,6 @@ def test_norms_that_do_more_than_normalize_are_left():
     prove(model, converted, torch.randn(2, 3, 8, 8))
 
 
-@pytest.mark.parametrize("register", ["register_forward_hook", "register_full_backward_pre_hook"])
-def test_a_norm_with_hooks_is_left_and_they_are_called(register):
-    calls, model = [], small()
-    getattr(model.get_submodule("1"), register)(lambda *_: calls.append(1))
-    converted = convert(model)
-    assert notes(converted)["1"].startswith("left: has hooks")
-    calls.clear()
-    converted(torch.randn(2, 3, 8, 8)).sum().backward()
-    assert calls == [1]
-
-
 def test_a_norm_of_several_names_is_one_norm():
     shared, block = norm(4), nn.Sequential(conv(4, 4), norm(4))
     layers = {"c1": conv(3, 4), "n1": shared, "n2": shared, "b1": block, "b2": block, "n3": norm(4)}
@@ -589,10 +488,6 @@ def test_a_norm_of_several_names_is_one_norm():
     assert converted.n1 is converted.n2
     assert converted.b1[1] is converted.b2[1]
     assert not any(isinstance(module, _BatchNorm) for module in converted.modules())
-    whole = nn.ModuleDict({"a": (part := small()), "b": part})
-    converted = convert(whole, only="b")
-    assert isinstance(converted["a"], Converted)
-    assert converted["a"] is converted["b"]
 
 
 # Calls
@@ -653,20 +548,19 @@ def staged(reentrant=None):
 IMAGES = torch.randn(2, 4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
-def gradients(network, call, backward_each=False):
-    """Of two forward passes, which come before the two backward passes, or one for both."""
+def gradients(network, call):
+    """Of two forward passes, which come before the two backward passes."""
     losses = [(number + 1) * call(images).square().sum() for number, images in enumerate(IMAGES)]
-    for loss in losses if backward_each else [sum(losses)]:
+    for loss in losses:
         loss.backward()
     return {name: p.grad for name, p in network.named_parameters()}
 
 
-@pytest.mark.parametrize("backward_each", [False, True])
-def test_gradients_of_a_recomputed_part_are_exact(backward_each):
+def test_gradients_of_a_recomputed_part_are_exact():
     """The part's first norm takes the belief of a norm outside, which must be that of the same pass."""
     plain, recomputing = staged(), staged(reentrant=False)
-    wanted = gradients(plain, plain, backward_each)
-    torch.testing.assert_close(gradients(recomputing, recomputing, backward_each), wanted)
+    wanted = gradients(plain, plain)
+    torch.testing.assert_close(gradients(recomputing, recomputing), wanted)
     torch.testing.assert_close(dict(recomputing.named_buffers()), dict(plain.named_buffers()))  # moved once
     assert len(AT_CHECKPOINT) == 0
     model, images = Block(lambda m, x: checkpoint(m.body, x, use_reentrant=False), body=small()), IMAGES[0]
@@ -714,7 +608,6 @@ def test_a_distributed_step_is_the_plain_one():
     [
         ({}, BATCHNORM_GAIN, "population"),
         ({"initial_gain": 0.5}, 0.5, "population"),
-        ({"start": "scratch"}, 0.5, "population"),
         ({"start": "scratch", "statistics_batch_size": 1}, 0.5, "sample"),
         ({"start": "scratch", "statistics_batch_size": 2, "standardized_weights": True}, 0.1, "expected"),
         ({"start": "scratch", "statistics_batch_size": 2, "default_statistics": "sample"}, 0.5, "sample"),
@@ -821,7 +714,7 @@ def test_a_converted_network_keeps_its_class_and_copies():
         for twin in (copy.deepcopy(converted), pickle.loads(pickle.dumps(converted))):
             assert type(twin) is type(converted)
             assert torch.equal(twin(images, statistics="sample"), converted(images, statistics="sample"))
-            twin.layer1[0].conv1.weight.zero_()
+            twin.conv1[0].weight.zero_()
             assert not torch.equal(twin(images), before)
             assert torch.equal(converted(images), before)
     converted.fc = nn.Linear(converted.num_features, 3)
@@ -855,9 +748,6 @@ class Anything(nn.Module):
             return torch.cat([self.backbone(row[None]) for row in self.first(x)])
         if self.kind == "buffer":
             self.seen = self.seen + 1
-        if self.kind == "no gradient":
-            with torch.no_grad(), torch.autocast("cpu", enabled=False):
-                x = self.first(x)
         if self.kind == "drawn":
             x = x + random.random() + np.random.rand() + torch.rand(1).item()
         if self.kind == "cache":
@@ -875,7 +765,7 @@ def draw(seed=None):
     return random.random(), np.random.rand(), torch.rand(1).item()
 
 
-@pytest.mark.parametrize("kind", ["control flow", "iteration", "buffer", "no gradient", "drawn", "cache", "in place"])
+@pytest.mark.parametrize("kind", ["control flow", "iteration", "buffer", "drawn", "cache", "in place"])
 def test_any_python_code_converts(kind):
     original, images = stir(Anything(kind)).double(), torch.randn(4, 3, 8, 8, dtype=torch.float64)
     before = images.clone()
@@ -952,15 +842,10 @@ def test_an_image_s_statistics_before_training_are_warned_of():
 # Bad input
 
 
-def with_lock():
+def having(**attributes):
     model = small()
-    model.lock = threading.Lock()
-    return model
-
-
-def with_forward():
-    model = small()
-    model.forward = lambda x: x
+    for name, value in attributes.items():
+        setattr(model, name, value)
     return model
 
 
@@ -984,17 +869,14 @@ class Weighted(nn.Module):
         (lambda: 3, "torch.nn.Module"),
         (lambda: nn.DataParallel(small()), ".module"),
         (lambda: torch.compile(small()), "._orig_mod"),
-        (with_lock, "cannot be copied (cannot pickle '_thread.lock' object)"),
+        (lambda: having(lock=threading.Lock()), "cannot be copied (cannot pickle '_thread.lock' object)"),
+        (lambda: having(report="a word"), "has an attribute or input report, which converted networks add: rename it"),
         (lambda: bkn_zoo.create_model("inception_cifar_bn"), "create_model('inception_cifar_bkn')"),
-        (with_forward, "was replaced"),
+        (lambda: having(forward=lambda x: x), "was replaced"),
         (Weighted, "input statistics"),
         (lambda: Block(lambda m, x: m.body(x["image"]), body=small()), "convert(model, example=inputs)"),
     ],
-    ids=[
-        "no norm", "converted", "lazy", "a norm", "all frozen", "no module", "parallel", "compiled", "lock", "zoo",
-        "forward", "statistics", "needs an example",
-    ],
-)  # fmt: skip
+)
 def test_refused_network_is_not_changed(model, words):
     given = model()
     before = repr(given)
@@ -1013,15 +895,6 @@ def test_a_wrong_part_is_refused_with_the_reason():
         convert(nn.Sequential(small()), only="0.0")
 
 
-@pytest.mark.parametrize("name", ["report", "foldable", "statistics_batch_size", "default_statistics"])
-def test_names_of_a_converted_network_are_refused(name):
-    for value in (nn.Identity(), nn.Parameter(torch.ones(1)), "a word"):
-        model = Block(lambda m, x: m.body(x), body=small())
-        setattr(model, name, value)
-        with pytest.raises(ConversionError, match=f"Block has an attribute or input {name}, .*: rename it"):
-            convert(model)
-
-
 # Proof
 
 
@@ -1030,16 +903,6 @@ class Output:
     logits: Tensor
     hidden: tuple[Tensor, ...]
     note: str = "a word"
-
-
-def test_default_statistics_of_a_converted_network_are_checked():
-    converted = convert(Block(lambda m, x: m.body(x), body=small()), only="body")
-    assert converted.body.default_statistics == "population"
-    with pytest.raises(UnknownNameError, match="unknown statistics 'nonsense'"):
-        converted.body.default_statistics = "nonsense"
-    converted.body.default_statistics = "sample"
-    for same in (converted, copy.deepcopy(converted)):
-        assert same.body.default_statistics == "sample"
 
 
 def test_outputs_of_any_kind_are_proved_from_a_seed():
@@ -1058,26 +921,15 @@ def test_outputs_of_any_kind_are_proved_from_a_seed():
         prove(model, converted, images)
 
 
-def test_a_wrong_conversion_is_not_proved():
-    model = small()
-    converted = convert(model)
-    with torch.no_grad():
-        converted.get_submodule("4").running_var.mul_(1.01)
-    with pytest.raises(ConversionError, match="differs from the original"):
-        prove(model, converted, torch.randn(4, 3, 8, 8))
-
-
-def test_prove_allows_amplified_rounding_but_no_mistake():
+def test_prove_allows_rounding_but_no_mistake():
     """Images that hardly differ, and norms that make their differences large, in the original as well."""
-    images = torch.ones(4, 3, 8, 8, dtype=torch.float64) + 3e-3 * torch.randn(4, 3, 8, 8, dtype=torch.float64)
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, eps=1e-30), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)
-    ).double()
+    images = 1 + 3e-3 * torch.randn(4, 3, 8, 8, dtype=torch.float64)
+    model = nn.Sequential(conv(3, 8), nn.BatchNorm2d(8, eps=1e-30), nn.ReLU(), conv(8, 8), norm(8)).double()
     converted = convert(model)
-    with pytest.raises(ConversionError, match="differs from the original by more than 1e-09"):
-        prove(model, converted, images, tolerance=1e-9)
-    assert max(prove(model, converted, images)) > 1e-9
+    with pytest.raises(ConversionError, match="differs from the original by more than 1e-16"):
+        prove(model, converted, images, tolerance=1e-16)
+    prove(model, converted, images)
     with torch.no_grad():
-        converted.get_submodule("4").weight.mul_(1.001)
-    with pytest.raises(ConversionError, match="differs from the original by more than"):
+        converted.get_submodule("4").running_var.mul_(1.001)
+    with pytest.raises(ConversionError, match="differs from the original by more than 1e-05"):
         prove(model, converted, images)

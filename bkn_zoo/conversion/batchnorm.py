@@ -8,16 +8,8 @@ from torch import Tensor, nn
 from bkn_zoo.errors import ConversionError, InputError
 from bkn_zoo.models.network import Network
 from bkn_zoo.models.tensors import check_tensors
-from bkn_zoo.norms.batch_kalman import (
-    BATCHNORM_GAIN,  # noqa: F401, also exported from here
-    BatchKalmanNorm,
-    check_gain,
-    no_weight_decay,
-)
+from bkn_zoo.norms.batch_kalman import BatchKalmanNorm, check_gain, no_weight_decay
 from bkn_zoo.norms.running import RunningNorm
-
-POPULATION_GAIN = 0.1
-"""The gain q after `start_near_population`, if none is given."""
 
 LEARNING_GAIN = 0.01
 """The smallest initial value of a gain that should learn."""
@@ -56,7 +48,7 @@ def load_batchnorm_weights(model: Network, state_dict: Mapping[str, Tensor]) -> 
 
 
 @torch.no_grad()
-def start_near_population(model: nn.Module, gain: float = POPULATION_GAIN) -> list[str]:
+def start_near_population(model: nn.Module, gain: float = 0.1) -> list[str]:
     """Make the training of a converted, pretrained network start near frozen batch normalization.
 
     Each norm then predicts its pretrained statistics: the transition A is 0, the process noise R is the pretrained

@@ -36,11 +36,7 @@ BATCHNORMS = {"BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "_BatchNorm", "_NormB
 
 
 class Converted(BeliefNetwork):
-    """A network from `convert`. Its class is a subclass of the original's class and of this one.
-
-    Attributes:
-        report: a description of the conversion, norm by norm.
-    """
+    """A network from `convert`, with a `report`. Its class is a subclass of the original's class and of this one."""
 
     _original: type[nn.Module]  # the class of the network before its conversion
     _looked = False  # whether it was checked that the network was trained after its conversion
@@ -65,12 +61,7 @@ class Converted(BeliefNetwork):
             return super().train(mode)
 
     def forward(self, *args: Any, statistics: str | None = None, **kwargs: Any) -> Any:
-        """Call the original network with the chosen statistics.
-
-        Args:
-            args, kwargs: the arguments of the original.
-            statistics: "population", "sample" or "expected"; at inference only.
-        """
+        """Call the original network with "population", "sample" or "expected" statistics; at inference only."""
         chosen = self._choose(statistics, (args, kwargs))
         if not self.standardized_weights or torch.compiler.is_compiling():
             return run_with_record(self, chosen, self._original.forward, args, kwargs)
@@ -107,22 +98,12 @@ class Converted(BeliefNetwork):
         others = getattr(self._original, "no_weight_decay", None)
         return no_weight_decay(self) | set(others(self) if others else ())
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for norm in linked_norms(self):  # norms in pickles of earlier versions do not know it
-            norm.link.default = self.default_statistics
-
     def _get_name(self) -> str:
         return f"Converted{self._original.__name__}"
 
     # For copies and pickles, which cannot import a class that is created here.
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _empty, (self._kind(), self._original, self._methods), self.__getstate__()
-
-    @classmethod
-    def _kind(cls) -> type["Converted"]:
-        """The class that is combined with the original's: this one, or a subclass."""
-        return cls.__mro__[1]
+        return _empty, (type(self).__mro__[1], self._original, self._methods), self.__getstate__()
 
 
 def _empty(kind: type[Converted], original: type[nn.Module], methods: tuple[str, ...]) -> Converted:
@@ -132,12 +113,7 @@ def _empty(kind: type[Converted], original: type[nn.Module], methods: tuple[str,
 
 @functools.cache
 def converted_class(kind: Any, original: Any, methods: tuple[str, ...]) -> Any:
-    """The class of converted networks of an original class.
-
-    Args:
-        kind: `Converted`, or a subclass of it.
-        methods: methods of the original, besides `forward`, that run norms.
-    """
+    """The class that combines `Converted`, or a subclass of it, with an original class whose methods run norms."""
     members: dict[str, Any] = {"_original": original, "_methods": methods, "__doc__": original.__doc__}
     members |= {"__module__": original.__module__, "__qualname__": original.__qualname__}
     if kind is Converted:
@@ -183,7 +159,7 @@ def _recompile(self: Any) -> Any:
 def _copy_graph(self: Any, memo: Any) -> Any:
     with _as_original(self):
         twin = copy.deepcopy(self, memo)
-    twin.__class__ = converted_class(self._kind(), type(twin), self._methods)  # type: ignore[arg-type]
+    twin.__class__ = converted_class(type(self).__mro__[1], type(twin), self._methods)  # type: ignore[arg-type]
     left_out = {name: value for name, value in vars(self).items() if name not in vars(twin)}
     vars(twin).update(copy.deepcopy(left_out, memo))
     return twin

@@ -57,10 +57,7 @@ def from_library(
 ) -> LibraryNetwork:
     """A classifier of torchvision or timm, converted; `pretrained` downloads the library's own weights first.
 
-    Args:
-        name: "torchvision:NAME" or "timm:NAME".
-        num_classes: outputs of the classifier; by default that of the library.
-        options: numbers and lists of numbers for the library's constructor.
+    The options are numbers and lists of numbers for the library's constructor.
     """
     build, load = library_functions(name)
     options = dict(options or {})

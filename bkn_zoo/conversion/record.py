@@ -50,7 +50,7 @@ class Record:
     def begin(self, norm: str, planned: int) -> tuple[int, int]:
         """The number of this call among a norm's planned calls, and the time of its previous occurrence (-1: none).
 
-        After its last planned call, a norm starts again with the first, as in a second pass through the same layers.
+        A norm starts over after its last planned call, as in a second pass through the same layers.
         """
         call = self.calls.get(norm, 0) % planned
         self.calls[norm] = self.calls.get(norm, 0) + 1
@@ -103,10 +103,7 @@ def images_in(function: Callable[..., Any], name: str | int | None, args: Any, k
 
 
 def check_norms(network: Any, called: int, mode: str) -> None:
-    """Refuse the statistics of an image if the converted norms were removed, as by folding them into convolutions.
-
-    Warn once if only some were removed.
-    """
+    """Refuse the statistics of an image if the converted norms were removed; warn once if some were."""
     if called >= len(network._norms):
         return
     gone = [name for name in network._norms if name not in dict(network.named_modules())]
@@ -184,8 +181,7 @@ class Links:
     """The place of a norm in a converted network: supplies the priors of its calls, and records its beliefs.
 
     Attributes:
-        key: the norm's name in records.
-        label: the norm's name in messages.
+        key, label: the norm's name in records, and in messages.
         calls: the links of each call in a pass, for training and for evaluation.
     """
 

@@ -28,7 +28,7 @@ def linked_norms(model: nn.Module) -> list[BatchKalmanNorm]:
 def posing_as_batchnorms(model: nn.Module) -> Iterator[None]:
     """Make converted norms instances of PyTorch's batch norms, for code that looks for these to freeze them."""
     norms: list[Any] = [norm for norm in linked_norms(model) if not isinstance(norm, AnyBatchNorm)]
-    kinds = [type(norm) for norm in norms]
+    kinds: list[Any] = [type(norm) for norm in norms]
     for norm, kind in zip(norms, kinds, strict=True):
         norm.__class__ = _posing_class(kind)
     try:
@@ -45,12 +45,7 @@ def _posing_class(kind: type[BatchKalmanNorm]) -> Any:
 
 
 def replace_norms(model: nn.Module, plans: dict[bool, ConversionPlan], prefix: str, rank: int | None) -> None:
-    """Replace every batch norm of the plans by BKN, under all of its names.
-
-    Args:
-        prefix: prefix of the names of norms in messages.
-        rank: of full transitions, as in `BatchKalmanNorm`.
-    """
+    """Replace every batch norm of the plans by BKN, under all of its names; messages name it with a prefix."""
     network, places = secrets.token_hex(4), list(model.named_modules(remove_duplicate=False))
     for name, call in {call.name: call for plan in plans.values() for call in plan.calls}.items():
         norm = model.get_submodule(name)
