@@ -23,13 +23,13 @@ from bkn_zoo.images import Preprocessing
 from bkn_zoo.inference.classifier import Classifier
 from bkn_zoo.modes import MODES
 
-COMMAND = "import sys; from bkn_zoo.cli import main; sys.exit(main())"
+pytestmark = pytest.mark.usefixtures("shallow_network")
 LOADING = "bkn-zoo: loading small\n"
 LABELS = ["ape", "bee", "cat", "dog", "élan", "fox, red"]
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
+def root(tmp_path_factory, shallow_network):
     """A folder with two checkpoints, of which `small` is the better default."""
     torch.manual_seed(0)
     root = tmp_path_factory.mktemp("checkpoints")
