@@ -3,10 +3,7 @@
 import pytest
 import torch
 
-import bkn_zoo
 from bkn_zoo.cores import keep_to_quota, share_quota, usable_cores
-from bkn_zoo.inference import engines
-from bkn_zoo.inference.engines import create_engine
 
 
 @pytest.fixture(autouse=True)
@@ -52,15 +49,3 @@ def test_processes_and_threads_share_a_quota(monkeypatch):
             assert torch.get_num_threads() == kept
     finally:
         torch.set_num_threads(before)
-
-
-@pytest.mark.skipif(engines.ov is None, reason="openvino is not installed")
-@pytest.mark.usefixtures("shallow_network")
-@pytest.mark.parametrize(("quota", "streams"), [(8.0, 2), (1.0, 1)])
-def test_openvino_keeps_to_a_quota(monkeypatch, quota, streams):
-    monkeypatch.setattr("bkn_zoo.cores._quota", lambda root: quota)
-    model = bkn_zoo.create_model("inception_cifar_bkn").eval()
-    engine, images = create_engine(model, "openvino", streams=2), torch.randn(3, 3, 32, 32)
-    with torch.no_grad():
-        torch.testing.assert_close(engine(images), model(images), atol=1e-3, rtol=0)
-    assert engine.streams == streams

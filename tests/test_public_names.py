@@ -62,9 +62,3 @@ def test_every_name_of_a_package_works_or_warns(package):
         assert [w.category for w in caught] == [DeprecationWarning] * ((package, name) in RENAMED)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         module.nothing  # noqa: B018
-
-
-def test_renamed_builders_still_build():
-    for package, name in RENAMED:
-        with pytest.warns(DeprecationWarning, match="now bkn_zoo.create_model"):
-            assert getattr(getattr(bkn_zoo, package), name)("inception_cifar_bn", 3).num_classes == 3

@@ -73,7 +73,7 @@ def test_the_wheel_holds_every_module_and_no_study(wheel):
     files = {path.relative_to(ROOT) for path in [*ROOT.glob("bkn_zoo/**/*.py"), *ROOT.glob("service/**/*.*")]}
     wanted = {str(path).replace("service", "bkn_zoo_service", 1) for path in files if "__pycache__" not in path.parts}
     assert wanted - names == set()
-    assert "bkn_zoo/py.typed" in names
+    assert {"bkn_zoo/py.typed", "bkn_zoo/checkpoints/card.md.jinja"} <= names
     assert [name for name in names if "stud" in name or "experiment" in name or name.endswith(".toml")] == []
 
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from studies.records import CLASSES, but_for_twins, read_twins
+from studies.records import CLASSES
 
 from bkn_zoo import create_model, list_models
 from bkn_zoo.checkpoints.card import read_record
@@ -67,17 +67,6 @@ def test_checkpoint_follows_from_recipe_and_record(folder):
     assert CLASSES[config.recipe["dataset"]] == config.num_classes
     validation = run.get("validation") or run["curve"][-1]["validation"]
     assert validation[config.default_statistics]["top1"] == max(metrics["top1"] for metrics in validation.values())
-
-
-@each_trained
-def test_twins_were_trained_by_the_same_recipe(folder):
-    """BN at the same statistics batch, and at whole batches or groups of 32."""
-    ours = read_record(RESULTS, folder.name)
-    twin = {"model": ours["model"].removesuffix("bkn") + "bn", "seed": ours["seed"]}
-    same = [run for run in read_twins(RESULTS) if but_for_twins(run["recipe"]) == but_for_twins(ours["recipe"])]
-    groups = [run["statistics_batch"] for run in same if twin.items() <= run.items()]
-    assert ours["statistics_batch"] in groups
-    assert any(group in (None, 32) for group in groups)
 
 
 @each_trained

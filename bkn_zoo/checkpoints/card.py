@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.errors import InputError
-from bkn_zoo.images.preprocessing import Preprocessing
 
 Run = Mapping[str, Any]
 """A record that `bkn-zoo train` wrote into results/runs/."""
@@ -36,30 +35,7 @@ DATASETS = {  # by the name in a recipe
     "folder": Dataset("images of its owner"),
 }
 METRICS = {"top1": "top-1 accuracy", "top5": "top-5 accuracy"}
-
-USE = """\
-## Intended use and limits
-
-Use this network to classify a photograph into one of its classes, as a start for training on other images, and to study
-normalization with few images per statistics group. It has no answer "none of the classes". It was not tested for
-fairness, against attacks or, unless a section above says so, on images of another kind than its training data. It
-inherits the biases and the licence of these data. Do not use it for decisions about people."""
-
-MEASURED = """\
-Accuracy in percent on the test images, with the stored weights. `ece` is the expected calibration error. The default
-mode was chosen on validation images. No choice was made on the test images."""
-
-SEEN = """\
-Accuracy in percent on the validation images, because there were no test images, with the stored weights. The default
-mode was chosen on the same images, so its accuracy is slightly optimistic. `ece` is the expected calibration error."""
-
-INTERVAL = (
-    "`top1_low` to `top1_high` is the 95 % interval of `top1` (Wilson), which accounts only for the number of images."
-)
-
-UNCERTAIN = """\
-Answers with a probability below {threshold:.2f} are marked as uncertain ({mode} statistics). On held-out images, 95 %
-of the correct answers are above it."""
+TEMPLATE = "card.md.jinja"
 
 
 def read_record(results: Path, name: str) -> Run:
@@ -80,29 +56,44 @@ def checkpoint_card(
         address: what loads it in the examples: a path, or its id on the Hub; by default the name, as for the zoo's own.
         license: an identifier of the Hub.
     """
+    from jinja2 import ChainableUndefined, Environment, PackageLoader  # slow, and loading a network does not need it
+
     check_license(license)
-    data = dataset_name(config)
-    on = f", trained on {data}" if data else ""
-    if isinstance(weights := config.training.get("weights"), str):  # imported
-        on = f" and the weights of {weights.partition(';')[0]}"
-    parts = [
-        f"---\n{_card_metadata(config, name, license)}\n---",
-        f"# {name}",
-        f"`{config.architecture}` with {config.num_classes} classes{on}: a checkpoint of bkn_zoo, Batch Kalman "
-        "Normalization (Wang, Peng, Luo, Wang and Lin, 2018) in PyTorch.",
-        _how_to_use(config, name, address or name),
-        _accuracy(config),
-        *sections,
-        _training(config, run or {}),
-        USE,
-    ]
-    return "\n\n".join(filter(None, parts)) + "\n"
+    training, recipe, address = config.training, config.recipe, address or name
+    given = training.get("versions")
+    about = {
+        "config": config,
+        "name": name,
+        "metadata": _card_metadata(config, name, license),
+        "data": _dataset(config),
+        "weights": training.get("weights"),  # of imported networks
+        "address": address,
+        "loaded": json.dumps(address, ensure_ascii=False),
+        "quoted": shlex.quote(address),
+        "mode": config.default_statistics,
+        "p": config.preprocessing,
+        "numbers": lambda values: ", ".join(f"{value:.3f}" for value in values),
+        "accuracy": _accuracy(config),
+        "sections": sections,
+        "training": training,
+        "recipe": recipe,
+        "recipe_json": json.dumps(recipe, indent=1),
+        "normalized": _normalized(config),
+        "took": duration(run["seconds"]) if run and "seconds" in run else None,
+        "versions": ", ".join(f"{key} {value}" for key, value in (given if isinstance(given, dict) else {}).items()),
+    }
+    environment = Environment(
+        loader=PackageLoader("bkn_zoo", "checkpoints"), undefined=ChainableUndefined, trim_blocks=True,
+        lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+    return environment.get_template(TEMPLATE).render(about)
 
 
 def is_card(text: str, config: Config) -> bool:
     """Whether a text has the metadata, accuracy and command of a checkpoint; its owner may have added more."""
-    parts = _card_metadata(config, _title(text), _license(text)), _accuracy(config)
-    return all(part in text for part in (*parts, str(config.training.get("command", ""))))
+    card = checkpoint_card(config, _title(text), license=_license(text))
+    parts = card.partition("\n---\n")[0], _section(card, "Accuracy"), str(config.training.get("command", ""))
+    return all(part in text for part in parts)
 
 
 def is_default_card(text: str, config: Config) -> bool:
@@ -114,9 +105,17 @@ def readdressed(text: str, config: Config, address: str) -> str:
     """The card of a checkpoint with another address in its examples. A card with the zoo's own name keeps it."""
     name, call = _title(text), re.search(r'from_pretrained\((".*?")\)', text)
     before = json.loads(call[1]) if call else name
-    if before == name:
-        return text
-    return text.replace(_how_to_use(config, name, before), _how_to_use(config, name, address))
+    cards = [checkpoint_card(config, name, address=each) for each in (before, address)]
+    for heading in ("Load it", "Call it over HTTP") if before != name else ():
+        old, new = (_section(card, heading) for card in cards)
+        text = text.replace(old, new)
+    return text
+
+
+def _section(card: str, heading: str) -> str:
+    """A section of a card, from its heading to the next one."""
+    found = re.search(rf"^## {heading}\n.*?(?=^## )", card, re.MULTILINE | re.DOTALL)
+    return found[0] if found else ""
 
 
 def _title(text: str) -> str:
@@ -181,103 +180,15 @@ def _card_metadata(config: Config, name: str, license: str | None) -> str:
     ).to_yaml()
 
 
-def _how_to_use(config: Config, name: str, address: str) -> str:
-    """How to load it, and how to call it over HTTP."""
-    how = "Load it\nby the path of its folder or its id on the Hub:"
-    if address == name:  # one of the zoo's own
-        how = (
-            "Load a checkpoint of bkn_zoo\nby its name, and one of your own by the path of its folder or its id on the "
-            f'Hub, "owner/{name}":'
-        )
-    loaded, mode = json.dumps(address, ensure_ascii=False), config.default_statistics
-    model = f"model = bkn_zoo.from_pretrained({loaded})"
-    code = f"import bkn_zoo\n\n{model}\n```"
-    if config.preprocessing is not None:  # otherwise it is unknown how to preprocess an image
-        code = f"""\
-import bkn_zoo
-
-classify = bkn_zoo.Classifier.from_pretrained({loaded})
-classify("photo.jpg", top_k=5)
-```
-
-The input of the network is preprocessed as for the accuracy below:
-{_prepared(config.preprocessing)}.
-
-```python
-from bkn_zoo.images import open_image, preprocess
-
-{model}
-image = preprocess(open_image("photo.jpg"), model.config.preprocessing)
-logits = model(image[None], statistics="{mode}")
-```"""
-    return f"""\
-## Load it
-
-Install bkn_zoo with `pip install -e '.[serve,openvino]'` in a checkout of its repository. {how}
-
-```python
-{code}
-
-## Call it over HTTP
-
-```bash
-bkn-zoo serve --models {shlex.quote(address)}
-curl --data-binary @photo.jpg 'http://localhost:8000/v1/classify?statistics={mode}'
-```"""
-
-
-def _prepared(preprocessing: Preprocessing) -> str:
-    p = preprocessing
-    sizes = f"{p.size} px" if p.native_size in (None, p.size) else f"{p.native_size} px, then to {p.size} px"
-    means, deviations = (", ".join(f"{value:.3f}" for value in values) for values in (p.mean, p.std))
-    part = "" if p.crop == 1 else f" ({p.crop:.1%} of the shorter side)"
-    square = f"the central square{part}, resized to {sizes} ({p.interpolation}), in [0, 1]"
-    return f"{square}, minus ({means}), divided by ({deviations})"
-
-
 def _accuracy(config: Config) -> str:
-    if not config.accuracy:
-        return ""
+    """The accuracy as a table."""
     metrics = list(dict.fromkeys(metric for measured in config.accuracy.values() for metric in measured))
     rows = [
         {"statistics": f"{mode} (default)" if mode == config.default_statistics else mode}
         | {metric: f"{value:g}" for metric, value in measured.items()}
         for mode, measured in config.accuracy.items()
     ]
-    about = [SEEN] if config.on_validation else [MEASURED, _dataset(config).note]
-    if "measured_on" in config.training:  # imported weights, not trained with a recipe
-        about = [f"Accuracy in percent on {config.training['measured_on']}, with the stored weights."]
-    about += [INTERVAL] if "top1_low" in metrics else []
-    mode = config.default_statistics
-    doubt = (
-        [UNCERTAIN.format(threshold=config.uncertain_below[mode], mode=mode)] if mode in config.uncertain_below else []
-    )
-    return "\n\n".join(["## Accuracy", *filter(None, about), table(rows, ["statistics", *metrics]), *doubt])
-
-
-def _training(config: Config, run: Run) -> str:
-    training = config.training
-    if "command" not in training:
-        return ""
-    given = training.get("versions")
-    versions = ", ".join(f"{name} {version}" for name, version in (given if isinstance(given, dict) else {}).items())
-    took = f" in at most {duration(run['seconds'])}" if run else ""
-    anew = (
-        " At the end, the running averages were recomputed for the averaged weights, which was better on the "
-        "validation images."
-    )
-    done, recipe = training.get("epochs"), config.recipe
-    last = "the last was" if recipe.get("patience") == 1 else f"the last {recipe.get('patience')} were"
-    ended = f" It stopped after {done} of {recipe.get('epochs')} epochs: {last} not better."
-    return (
-        f"## Training\n\nTrained on {dataset_name(config) or 'unnamed data'} with {_normalized(config)}, "
-        f"from {'`' + training['init'] + '`' if training.get('init') else 'random weights'}, with seed "
-        f"{training.get('seed')} on {training.get('hardware')}{took}; {versions}."
-        f"{ended if done not in (None, recipe.get('epochs')) else ''}"
-        f"{anew if training.get('statistics_anew') else ''}\n\n"
-        f"```bash\n{training['command']}\n```\n\n"
-        f"The recipe:\n\n```json\n{json.dumps(recipe, indent=1)}\n```"
-    )
+    return table(rows, ["statistics", *metrics])
 
 
 def _normalized(config: Config) -> str:
