@@ -42,10 +42,6 @@ def printable(text: object) -> str:
     characters. Letters and spaces stay the same.
     """
     return "".join(
-        letter if letter.isprintable() or unicodedata.category(letter) == "Zs" else _escaped(letter)
+        letter if letter.isprintable() or unicodedata.category(letter) == "Zs" else ascii(letter)[1:-1]
         for letter in str(text)
     )
-
-
-def _escaped(letter: str) -> str:
-    return letter.encode("unicode_escape").decode("ascii")

@@ -331,8 +331,8 @@ class Connection(HttpToolsProtocol):
         if not is_known or hosts > 1 or encodings not in ([], [b"chunked"]):
             raise ServiceError("malformed_request", NOT_HTTP)
         self._fill_scope(version)
-        is_quiet = self.scope["path"].removeprefix(self.settings.root_path) in QUIET
-        is_refused = len(self.connections) > self.edge.most and not is_quiet
+        is_full = len(self.connections) > self.edge.most
+        is_refused = is_full and self.scope["path"].removeprefix(self.settings.root_path) not in QUIET
         self._patience.cancel()
         self._in_a_row += 1
         is_last = is_refused or self._in_a_row >= MAX_PIPELINED or version == "1.0" or self.parser.should_upgrade()

@@ -1,5 +1,6 @@
 """The settings of the service, as flags (--queue-length 8) or environment variables (BKN_ZOO_QUEUE_LENGTH=8)."""
 
+import os
 from typing import Annotated, Any
 
 from pydantic import Field, SecretStr, ValidationError, field_validator
@@ -107,6 +108,10 @@ def settings_parser() -> Parser:
 
 def read_settings(arguments: list[str]) -> Settings:
     """Read the settings from flags and the environment."""
+    # Ignoring them could leave a service without its keys.
+    old = sorted(name for name in os.environ if name.startswith("BKN_") and not name.startswith(PREFIX))
+    if old:
+        raise InputError(f"{old[0]} is a variable of version 0.1: rename it to {old[0].replace('BKN_', PREFIX, 1)}.")
     given = {name: value for name, value in vars(settings_parser().read(arguments)).items() if value is not None}
     try:
         return Settings(**given)

@@ -195,5 +195,5 @@ def local(checkpoints):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BKN_ZOO_CHECKPOINTS", str(checkpoints))
-        with LocalService("--models", "first", "--queue-length", "256") as running:
+        with LocalService("--models", "first,second", "--queue-length", "256") as running:
             yield running

@@ -25,8 +25,7 @@ from bkn_zoo.checkpoints.card import checkpoint_card
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.folder import from_pretrained, save_pretrained, verify_golden
 from bkn_zoo.checkpoints.locate import find, list_checkpoints
-from bkn_zoo.conversion import load_batchnorm_weights
-from bkn_zoo.conversion.batchnorm import BATCHNORM_GAIN
+from bkn_zoo.conversion import BATCHNORM_GAIN, load_batchnorm_weights
 from bkn_zoo.errors import HubError
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.inference.engines import create_engine

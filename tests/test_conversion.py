@@ -405,8 +405,6 @@ def test_training_and_evaluation_may_run_other_code():
 
     converted = plan_of(forward, **layers)
     assert priors(converted)["aux.1"] == {"n1": 4}
-    assert isinstance(converted.train()(torch.randn(2, 3, 6, 6)), tuple)
-    assert isinstance(converted.eval()(torch.randn(2, 3, 6, 6)), Tensor)
 
 
 # Kinds of norm
@@ -490,10 +488,6 @@ def test_a_norm_of_several_names_is_one_norm():
     assert converted.n1 is converted.n2
     assert converted.b1[1] is converted.b2[1]
     assert not any(isinstance(module, _BatchNorm) for module in converted.modules())
-    whole = nn.ModuleDict({"a": (part := small()), "b": part})
-    converted = convert(whole, only="b")
-    assert isinstance(converted["a"], Converted)
-    assert converted["a"] is converted["b"]
 
 
 # Calls
@@ -754,9 +748,6 @@ class Anything(nn.Module):
             return torch.cat([self.backbone(row[None]) for row in self.first(x)])
         if self.kind == "buffer":
             self.seen = self.seen + 1
-        if self.kind == "no gradient":
-            with torch.no_grad(), torch.autocast("cpu", enabled=False):
-                x = self.first(x)
         if self.kind == "drawn":
             x = x + random.random() + np.random.rand() + torch.rand(1).item()
         if self.kind == "cache":
@@ -774,7 +765,7 @@ def draw(seed=None):
     return random.random(), np.random.rand(), torch.rand(1).item()
 
 
-@pytest.mark.parametrize("kind", ["control flow", "iteration", "buffer", "no gradient", "drawn", "cache", "in place"])
+@pytest.mark.parametrize("kind", ["control flow", "iteration", "buffer", "drawn", "cache", "in place"])
 def test_any_python_code_converts(kind):
     original, images = stir(Anything(kind)).double(), torch.randn(4, 3, 8, 8, dtype=torch.float64)
     before = images.clone()
@@ -930,26 +921,15 @@ def test_outputs_of_any_kind_are_proved_from_a_seed():
         prove(model, converted, images)
 
 
-def test_a_wrong_conversion_is_not_proved():
-    model = small()
-    converted = convert(model)
-    with torch.no_grad():
-        converted.get_submodule("4").running_var.mul_(1.01)
-    with pytest.raises(ConversionError, match="differs from the original"):
-        prove(model, converted, torch.randn(4, 3, 8, 8))
-
-
-def test_prove_allows_amplified_rounding_but_no_mistake():
+def test_prove_allows_rounding_but_no_mistake():
     """Images that hardly differ, and norms that make their differences large, in the original as well."""
-    images = torch.ones(4, 3, 8, 8, dtype=torch.float64) + 3e-3 * torch.randn(4, 3, 8, 8, dtype=torch.float64)
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, eps=1e-30), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)
-    ).double()
+    images = 1 + 3e-3 * torch.randn(4, 3, 8, 8, dtype=torch.float64)
+    model = nn.Sequential(conv(3, 8), nn.BatchNorm2d(8, eps=1e-30), nn.ReLU(), conv(8, 8), norm(8)).double()
     converted = convert(model)
-    with pytest.raises(ConversionError, match="differs from the original by more than 1e-09"):
-        prove(model, converted, images, tolerance=1e-9)
-    assert max(prove(model, converted, images)) > 1e-9
+    with pytest.raises(ConversionError, match="differs from the original by more than 1e-16"):
+        prove(model, converted, images, tolerance=1e-16)
+    prove(model, converted, images)
     with torch.no_grad():
-        converted.get_submodule("4").weight.mul_(1.001)
-    with pytest.raises(ConversionError, match="differs from the original by more than"):
+        converted.get_submodule("4").running_var.mul_(1.001)
+    with pytest.raises(ConversionError, match="differs from the original by more than 1e-05"):
         prove(model, converted, images)

@@ -166,7 +166,7 @@ def test_answer_in_the_models_own_mode_comes_first(visit, server):
     assert len(asked) == 1, "other modes are asked for when they are compared"
 
 
-def test_each_mode_can_be_chosen(visit, server):
+def test_each_mode_can_be_chosen_and_compared(visit, server):
     page = visit.page
     visit.choose("waves.png", picture())
     visit.wait()
@@ -183,17 +183,14 @@ def test_each_mode_can_be_chosen(visit, server):
         expected = ask(server, picture(), mode)
         expect(page.get_by_test_id("bars-answer").locator(".bar-label").first).to_have_text(expected[0][0])
         check_scores(visit, "answer", expected)
-    page.get_by_role("combobox", name="Model").select_option("tiny")
-    expect(page.get_by_role("radio", name=OWN_MODE)).to_be_checked()
-
-
-def test_comparison_shows_all_modes(visit, server):
-    visit.choose("others.png", picture(1))
     visit.compare()
     for mode in MODES:
-        check_scores(visit, mode, ask(server, picture(1), mode))
-        expect(visit.page.locator(f"[data-mode={mode}] .measured")).to_contain_text("% on ten photographs")
-    expect(visit.page.locator("#comparison")).to_have_text(re.compile("The modes differ: population says|All three"))
+        check_scores(visit, mode, ask(server, picture(), mode))
+        expect(page.locator(f"[data-mode={mode}] .measured")).to_contain_text("% on ten photographs")
+    expect(page.locator("#comparison")).to_have_text(re.compile("The modes differ: population says|All three"))
+    page.get_by_role("radio", name="sample").check()
+    page.get_by_role("combobox", name="Model").select_option("tiny")
+    expect(page.get_by_role("radio", name=OWN_MODE)).to_be_checked()
 
 
 @pytest.mark.parametrize(
@@ -334,22 +331,18 @@ def test_busy_service_is_asked_again_at_most_twice(visit):
     asked = []
     error = {"error": {"code": "overloaded", "message": "The queue is full: try again in a moment."}}
 
-    def answer(route):
+    def refuse(route):
         asked.append(route)
-        if len(asked) == 1 or len(asked) > 3:  # the first mode: busy once; the third: busy for good
-            route.fulfill(status=429, headers={"Retry-After": "2"}, json=error)
-        else:
-            route.continue_()
+        route.fulfill(status=429, headers={"Retry-After": "1"}, json=error)
 
-    visit.page.route("**/v1/classify", answer)
+    visit.page.route("**/v1/classify", refuse, times=4)
     visit.choose("waves.png", picture())
-    expect(visit.page.locator("#status")).to_contain_text("trying again in 2 s")
+    expect(visit.page.locator("#status")).to_contain_text("trying again in 1 s")
+    visit.wait("error")
+    expect(visit.page.locator("#status")).to_have_text(error["error"]["message"])
+    assert len(asked) == 3
+    visit.choose("waves.png", picture())
     visit.wait()
-    visit.page.get_by_text("Compare the three modes").click()
-    expect(visit.page.get_by_test_id("error-sample")).to_have_text(error["error"]["message"])
-    assert [len(visit.read(mode)) for mode in MODES] == [5, 0, 5]
-    expect(visit.page.locator("#comparison")).to_contain_text("no answer from sample")
-    assert len(asked) == 6
     visit.forget(429)
 
 

@@ -140,14 +140,6 @@ def test_an_initial_belief_is_refused_above_another_layer():
         BatchKalmanNorm2d(4, 3, initial_belief=True)
 
 
-def test_one_value_per_channel_is_taken_with_an_initial_belief():
-    x = torch.randn(2, 4, 1, 1)
-    with pytest.raises(InputError, match="one value per channel"):
-        BatchKalmanNorm2d(4, statistics_batch_size=1)(x)
-    y, _ = BatchKalmanNorm2d(4, statistics_batch_size=1, initial_belief=True)(x)
-    assert y.abs().sum() > 0
-
-
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_zoo_network_asks_for_an_initial_belief(shared, tmp_path):
     options = {"initial_belief": True, "initial_gain": 0.3, "shared_process_noise": shared}

@@ -103,24 +103,32 @@ def test_help_lists_every_option_and_its_variable(capsys):
     assert not re.search(r"default: (\)|\[)|list\[| str ", shown)
 
 
-@pytest.mark.parametrize("keys", ["", " , ", "schlüssel"])
-def test_keys_that_nobody_could_send_are_refused(monkeypatch, keys):
-    """Rather than leave the service open because a secret was not filled in."""
-    monkeypatch.setenv("BKN_ZOO_API_KEYS", keys)
-    with pytest.raises(InputError, match="BKN_ZOO_API_KEYS"):
-        read_settings([])
-
-
 SECONDS = [f"--{name.replace('_', '-')}" for name, field in Settings.model_fields.items() if field.annotation is float]
 
 
 @pytest.mark.parametrize(
     "flags",
-    [["--port", "70000"], ["--engine", "magic"], *([name, value] for name in SECONDS for value in ("x", "inf", "nan"))],
-)
+    [
+        ["--port", "70000"], ["--engine", "magic"], ["--api-keys", " , "], ["--api-keys", "schlüssel"],
+        *([name, value] for name in SECONDS for value in ("x", "inf", "nan")),
+    ],
+)  # fmt: skip
 def test_bad_setting_is_named(flags):
     with pytest.raises(InputError, match=flags[0]):
         read_settings(flags)
+
+
+def test_variable_of_an_earlier_version_is_refused(monkeypatch):
+    """Ignored, it would leave the service open."""
+    monkeypatch.setenv("BKN_API_KEYS", "secret")
+    with pytest.raises(InputError, match="rename it to BKN_ZOO_API_KEYS"):
+        read_settings([])
+
+
+def test_key_that_was_not_filled_in_is_refused(monkeypatch):
+    monkeypatch.setenv("BKN_ZOO_API_KEYS", "")
+    with pytest.raises(InputError, match="BKN_ZOO_API_KEYS"):
+        read_settings([])
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from bkn_zoo.checkpoints.hub import check_reachable, check_repository
 from bkn_zoo.cli.options import CHECKPOINT, add_device, add_workers, check_folder
-from bkn_zoo.errors import HubError
 from bkn_zoo.fields import attributes_of, wanted
 from bkn_zoo.modes import MODES
 from bkn_zoo.progress import speaks
@@ -63,8 +62,8 @@ OTHER_NAMES = {
 }
 
 
-def train_parser(prog: str = "bkn-zoo train") -> Parser:
-    parser = Parser(prog, usage=f"{prog} [RECIPE] FOLDER [OPTION ...]", description=DESCRIPTION)
+def train_parser() -> Parser:
+    parser = Parser("bkn-zoo train", usage="bkn-zoo train [RECIPE] FOLDER [OPTION ...]", description=DESCRIPTION)
     what = "a recipe (a file, or the name of one in recipes/), which may be left out, and the folder of the data set"
     parser.add_argument("sources", nargs="*", metavar="[RECIPE] FOLDER", help=what)
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="the folder of the data set, as an option")
@@ -111,9 +110,9 @@ def _help(field: "dataclasses.Field[Any]", texts: dict[str, str]) -> str:
     return f"{texts[field.name]}; {wanted(field.type)} (default: {default})".replace("%", "%%")
 
 
-def parse_training(arguments: list[str], prog: str = "bkn-zoo train") -> tuple[argparse.Namespace, dict[str, Any]]:
+def parse_training(arguments: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     """The options, and the fields of the recipe that they override."""
-    parser = train_parser(prog)
+    parser = train_parser()
     # Options of norms are taken out first: argparse would take the value of one that it does not know for the recipe.
     found, rest, words = {}, [], iter(arguments)
     for word in words:
@@ -158,36 +157,33 @@ def literal(text: str) -> Any:
     return text
 
 
-def run_training(arguments: list[str], prog: str = "bkn-zoo train") -> None:
-    args, overrides = parse_training(arguments, prog)
+def run_training(arguments: list[str]) -> None:
+    args, overrides = parse_training(arguments)
+    names = ("name", "output", "results", "device", "resume", "workers", "license", "statistics")
+    options = {name: getattr(args, name) for name in names}
     plan = None
     try:
-        plan = planned(args, overrides)
+        plan = plan_training(args.recipe, args.data, overrides, init=args.checkpoint, **options)
+        check_folder(args.data)
+        repository = f"{args.publish}/{plan.name}"
+        if args.publish:  # refused now, not after hours of training
+            check_repository(repository)
+            check_reachable(repository)
         plan.introduce()  # before seconds of imports
         from bkn_zoo.training import run
 
         result = run.carry_out(plan)
         if result.record:  # that of the first process
             report(result, plan)
-            if args.publish:
-                publish_result(result, plan, args)
+        if result.record and args.publish:
+            from bkn_zoo.publishing.publish import publish
+
+            publish(result.folder, repository, private=args.private)
     except (KeyboardInterrupt, Stopped) as error:
         if speaks():
-            print(f"\n{_how_to_continue(error, plan, [*prog.split(), *arguments])}", file=sys.stderr)
+            print(f"\n{_how_to_continue(error, plan, arguments)}", file=sys.stderr)
         # As a shell reports a process that a signal ended.
         raise SystemExit(128 + (error.number if isinstance(error, Stopped) else signal.SIGINT)) from None
-
-
-def planned(args: argparse.Namespace, overrides: dict[str, Any]) -> TrainingPlan:
-    """From the options; a publication that cannot succeed is refused now, not after hours of training."""
-    names = ("name", "output", "results", "device", "resume", "workers", "license", "statistics")
-    options = {name: getattr(args, name) for name in names}
-    plan = plan_training(args.recipe, args.data, overrides, init=args.checkpoint, **options)
-    check_folder(args.data)
-    if args.publish:
-        check_repository(f"{args.publish}/{plan.name}")
-        check_reachable(f"{args.publish}/{plan.name}")
-    return plan
 
 
 def report(result: "TrainingResult", plan: TrainingPlan) -> None:
@@ -204,19 +200,7 @@ def report(result: "TrainingResult", plan: TrainingPlan) -> None:
     print(f"saved to {result.folder}; try it with: bkn-zoo serve --checkpoint {shlex.quote(str(result.folder))}")
 
 
-def publish_result(result: "TrainingResult", plan: TrainingPlan, args: argparse.Namespace) -> None:
-    """Publish the result on the Hub; if that fails, say how to do it later."""
-    from bkn_zoo.publishing.publish import publish
-
-    try:
-        publish(result.folder, f"{args.publish}/{plan.name}", private=args.private)
-    except HubError as error:
-        private = ["--private"] if args.private else []
-        command = shlex.join(["bkn-zoo", "publish", str(result.folder), "--namespace", args.publish, *private])
-        raise type(error)(f"{error} The checkpoint is saved: publish it with {command}") from None
-
-
-def _how_to_continue(error: BaseException, plan: TrainingPlan | None, words: list[str]) -> str:
+def _how_to_continue(error: BaseException, plan: TrainingPlan | None, arguments: list[str]) -> str:
     """What to do after an interruption."""
     from bkn_zoo.checkpoints.provenance import launched
     from bkn_zoo.training.state import STATE
@@ -224,4 +208,5 @@ def _how_to_continue(error: BaseException, plan: TrainingPlan | None, words: lis
     if plan is None or not (plan.output / STATE).exists():
         return "stopped before the first step: begin again with the same command"
     what = str(error).partition(";")[0] if isinstance(error, Stopped) else "stopped at once"
-    return f"{what}; continue with:\n{shlex.join(launched(words))}{'' if plan.resume else ' --resume'}"
+    command = shlex.join(launched(["bkn-zoo", "train", *arguments]))
+    return f"{what}; continue with:\n{command}{'' if plan.resume else ' --resume'}"

@@ -8,12 +8,7 @@ from torch import Tensor, nn
 from bkn_zoo.errors import ConversionError, InputError
 from bkn_zoo.models.network import Network
 from bkn_zoo.models.tensors import check_tensors
-from bkn_zoo.norms.batch_kalman import (
-    BATCHNORM_GAIN,  # noqa: F401, also exported from here
-    BatchKalmanNorm,
-    check_gain,
-    no_weight_decay,
-)
+from bkn_zoo.norms.batch_kalman import BatchKalmanNorm, check_gain, no_weight_decay
 from bkn_zoo.norms.running import RunningNorm
 
 LEARNING_GAIN = 0.01

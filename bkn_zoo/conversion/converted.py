@@ -36,11 +36,7 @@ BATCHNORMS = {"BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "_BatchNorm", "_NormB
 
 
 class Converted(BeliefNetwork):
-    """A network from `convert`. Its class is a subclass of the original's class and of this one.
-
-    Attributes:
-        report: a description of the conversion, norm by norm.
-    """
+    """A network from `convert`, with a `report`. Its class is a subclass of the original's class and of this one."""
 
     _original: type[nn.Module]  # the class of the network before its conversion
     _looked = False  # whether it was checked that the network was trained after its conversion
@@ -65,12 +61,7 @@ class Converted(BeliefNetwork):
             return super().train(mode)
 
     def forward(self, *args: Any, statistics: str | None = None, **kwargs: Any) -> Any:
-        """Call the original network with the chosen statistics.
-
-        Args:
-            args, kwargs: the arguments of the original.
-            statistics: "population", "sample" or "expected"; at inference only.
-        """
+        """Call the original network with "population", "sample" or "expected" statistics; at inference only."""
         chosen = self._choose(statistics, (args, kwargs))
         if not self.standardized_weights or torch.compiler.is_compiling():
             return run_with_record(self, chosen, self._original.forward, args, kwargs)

@@ -69,8 +69,7 @@ def plans_for(
                 continue
             try:
                 with left_alone(), torch.device("meta") if meta else torch.enable_grad():
-                    twin = _copy_to_plan(model, training, meta, hooks)
-                    args = Inputs(*tree_map(functools.partial(_copy_tensor, meta=meta), inputs))
+                    twin, args = _copies(model, inputs, training, meta, hooks)
                     count = count_images(images_in(model.forward, images, *args)) or 0
                     plans[training] = plan_conversion(twin, {n: twin.get_submodule(n) for n in norms}, args, count)
             except Exception as error:  # a network may raise any error for unexpected inputs
@@ -80,7 +79,8 @@ def plans_for(
     return plans
 
 
-def _copy_to_plan(model: nn.Module, training: bool, meta: bool, hooks: bool) -> nn.Module:
+def _copies(model: nn.Module, inputs: Inputs, training: bool, meta: bool, hooks: bool) -> tuple[nn.Module, Inputs]:
+    """A network and inputs for the planner, on the meta device if requested."""
     replaced: dict[int, Any] = {}
     if meta:
         replaced = {id(buffer): buffer.to("meta") for buffer in model.buffers()}
@@ -91,11 +91,8 @@ def _copy_to_plan(model: nn.Module, training: bool, meta: bool, hooks: bool) -> 
         # A copy has the same functions as hooks, which belong to the caller. Other hooks were copied.
         for place, number in _functions_of_hooks(twin):
             del place[number]
-    return twin
-
-
-def _copy_tensor(x: Any, meta: bool) -> Any:
-    return x.to("meta" if meta else x.device, copy=True) if isinstance(x, Tensor) else x
+    device = "meta" if meta else None
+    return twin, Inputs(*tree_map(lambda x: x.to(device=device, copy=True) if isinstance(x, Tensor) else x, inputs))
 
 
 def _functions_of_hooks(model: nn.Module) -> list[tuple[dict[int, Any], int]]:
@@ -149,8 +146,7 @@ def _twice(x: Any) -> Any:
 
 
 def made_up(model: nn.Module, quick: bool) -> Iterator[Inputs]:
-    """Images and other inputs that fit the first layer of a network; large ones only if they are `quick`, as on the
-    meta device."""
+    """Inputs that fit the first layer of a network; large ones only if they are `quick`, as on the meta device."""
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
     parameters = inspect.signature(model.forward).parameters.values()
     places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -170,7 +166,8 @@ def _shapes(model: nn.Module, quick: bool) -> Iterator[tuple[int, ...]]:
         return
     channels, dims = (3, 2) if first is None else (first.in_channels, len(first.kernel_size))
     config = getattr(model, "config", None)  # of Hugging Face
-    known = getattr(getattr(model, "pretrained_cfg", None), "get", {}.get)("input_size")  # of timm
+    about: Any = getattr(model, "pretrained_cfg", None)  # of timm
+    known = about.get("input_size") if hasattr(about, "get") else None
     size = known[-1] if known else getattr(config, "image_size", None)
     sizes = [*SIZES[dims][:1], *([(size,) * dims] if isinstance(size, int) else [])]
     sizes += SIZES[dims][1:] if quick else ()

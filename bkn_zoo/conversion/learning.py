@@ -33,15 +33,13 @@ def learn_statistics(
     """Learn the transition A, process noise R, gain q and center of all norms without labels, and nothing else.
 
     The target is the network's own output for an image with `population` statistics. The student is the same network
-    with `sample` statistics. Other weights and the running statistics do not change, nor do the outputs with
-    `population` statistics. The parameters also suit `expected`: the deviations of an image are one n-th as large in
-    all norms, and A is linear.
+    with `sample` statistics. Nothing else changes, nor do the outputs with `population` statistics. The parameters also
+    suit `expected`: the deviations of an image are one n-th as large in all norms, and A is linear.
 
     Args:
         model: a pretrained network from `bkn_zoo.convert`.
         images: batches of unlabelled images, or tuples that begin with them. They are iterated once per epoch, so pass
             a DataLoader or a list, not a generator.
-        epochs: number of epochs.
         lr: Adam's learning rate, ten times as large for gains, with a cosine schedule to zero.
         gain: initial gain of all norms for `start_near_population`; None keeps the current parameters.
         jitter: a function of the student's images only, whose effect the student learns to undo.
@@ -53,7 +51,15 @@ def learn_statistics(
     """
     if gain is not None:
         start_near_population(model, gain)
-    parameters = _kalman_parameters(model)
+    norms = {name: m for name, m in model.named_modules() if isinstance(m, BatchKalmanNorm) and m.has_prior}
+    fixed = [name for name, norm in norms.items() if norm.gain.min() in (0, 1)]
+    if fixed or not norms:
+        raise InputError(
+            f"the gain of {', '.join(fixed) or 'this network'} cannot learn: pass a network from bkn_zoo.convert, "
+            "and a gain between 0 and 1."
+        )
+    learning = no_weight_decay(model)
+    parameters = {name: parameter for name, parameter in model.named_parameters() if name in learning}
     gains = [parameter for name, parameter in parameters.items() if name.endswith("raw_gain")]
     others = [parameter for name, parameter in parameters.items() if not name.endswith("raw_gain")]
     optimizer = torch.optim.Adam([{"params": others, "lr": lr}, {"params": gains, "lr": GAIN_RATE * lr}])
@@ -91,19 +97,6 @@ def learn_statistics(
         for parameter, requires_grad in before:
             parameter.requires_grad_(requires_grad)
             parameter.grad = None
-
-
-def _kalman_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that learn, by name."""
-    norms = {n: m for n, m in model.named_modules() if isinstance(m, BatchKalmanNorm) and m.has_prior}
-    fixed = [name for name, norm in norms.items() if norm.gain.min() in (0, 1)]
-    if fixed or not norms:
-        raise InputError(
-            f"the gain of {', '.join(fixed) or 'this network'} cannot learn: pass a network from bkn_zoo.convert, "
-            "and a gain between 0 and 1."
-        )
-    learning = no_weight_decay(model)
-    return {name: parameter for name, parameter in model.named_parameters() if name in learning}
 
 
 def relative_error(output: Any, target: Any) -> Tensor:

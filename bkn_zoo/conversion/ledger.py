@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from bkn_zoo.conversion.tags import NOTHING, UNKNOWN, Tag, shortened, without
-from bkn_zoo.torch_internals import memory_of
 
 MOST_CHANNELS = 2**14
 """Largest number of outputs of a layer with a number each. More are not channels, but computed weights, for example."""
@@ -52,8 +51,7 @@ class Piece(NamedTuple):
 
     Attributes:
         sources: the channels of other norms' beliefs that predict them, in the order of the columns of A.
-        shape: of their block of A: (C_out, C_in) full, (blocks, C_out / blocks, C_in / blocks), or (C,) with one weight
-            per channel.
+        shape: of A: (C_out, C_in) full, (blocks, C_out / blocks, C_in / blocks), or (C,) with one weight per channel.
     """
 
     sources: tuple[Single, ...]
@@ -131,10 +129,6 @@ class Ledger:
         if x.ndim and x.shape[0] == self.images:
             images = torch.arange(self.images).view(-1, *[1] * (x.ndim - 1))
         return Tag(torch.full((1,) * x.ndim, NOTHING), images)
-
-    def write(self, x: Tensor) -> None:
-        """Record that features are copied into the memory of a tensor, which may be part of a larger one."""
-        self.written[memory_of(x)] = x.untyped_storage()
 
     def numbered(self, ndim: int, dim: int, origins: Sequence[Origin], guessed: tuple[str, ...] = ()) -> Tensor:
         """Create numbers for channels along a dimension."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bkn_zoo.conversion.ledger import Ledger
 from bkn_zoo.conversion.tags import NOTHING, UNKNOWN, Tag, fit_shape, moved, together, without
-from bkn_zoo.torch_internals import tree_leaves
+from bkn_zoo.torch_internals import memory_of, tree_leaves
 
 
 class NeedsValuesError(Exception):
@@ -183,7 +183,7 @@ def put(o: Operation) -> Tag:
     x = o.args[0]
     if id(x) in o.tags:
         return o.tag(x)
-    o.ledger.write(x)
+    o.ledger.written[memory_of(x)] = x.untyped_storage()  # x may be part of a larger tensor
     whole = [o.tag(tensor) for tensor in o.tensors if tensor.shape == x.shape]
     return whole[0] if whole else o.ledger.vague(o.result)
 

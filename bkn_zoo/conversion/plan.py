@@ -56,8 +56,7 @@ class NormCall:
 
 @dataclass
 class ConversionPlan:
-    """The result of one run: the calls of norms in order, norms that cannot be converted and why, guesses, and norms
-    that can be folded into a convolution, with its name."""
+    """The calls of norms, norms that cannot be converted and why, guesses, and convolutions to fold norms into."""
 
     calls: list[NormCall] = field(default_factory=list)
     unfit: dict[str, str] = field(default_factory=dict)
@@ -173,16 +172,14 @@ class Planner(TorchDispatchMode):
             tagged = [tensor for tensor in tensors if id(tensor) in tags]
             operation = Operation(self.ledger, function, args, kwargs, result, tags, tagged)
             with untracked():
-                self.set_tags(result, self.handle(operation))
+                try:
+                    made = handler_of(operation.name)(operation)
+                except NeedsValuesError:
+                    raise
+                except Exception:  # a way to call it that its handler does not support
+                    made = guess(operation)
+                self.set_tags(result, made)
         return result
-
-    def handle(self, operation: Operation) -> Any:
-        try:
-            return handler_of(operation.name)(operation)
-        except NeedsValuesError:
-            raise
-        except Exception:  # a way to call it that its handler does not support
-            return guess(operation)
 
     def set_tags(self, result: Any, made: Any) -> None:
         """Set the tags of results. A single tag applies to all results with the shape of the first."""

@@ -50,7 +50,7 @@ class Record:
     def begin(self, norm: str, planned: int) -> tuple[int, int]:
         """The number of this call among a norm's planned calls, and the time of its previous occurrence (-1: none).
 
-        After its last planned call, a norm starts again with the first, as in a second pass through the same layers.
+        A norm starts over after its last planned call, as in a second pass through the same layers.
         """
         call = self.calls.get(norm, 0) % planned
         self.calls[norm] = self.calls.get(norm, 0) + 1

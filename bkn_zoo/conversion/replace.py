@@ -28,7 +28,7 @@ def linked_norms(model: nn.Module) -> list[BatchKalmanNorm]:
 def posing_as_batchnorms(model: nn.Module) -> Iterator[None]:
     """Make converted norms instances of PyTorch's batch norms, for code that looks for these to freeze them."""
     norms: list[Any] = [norm for norm in linked_norms(model) if not isinstance(norm, AnyBatchNorm)]
-    kinds = [type(norm) for norm in norms]
+    kinds: list[Any] = [type(norm) for norm in norms]
     for norm, kind in zip(norms, kinds, strict=True):
         norm.__class__ = _posing_class(kind)
     try:

@@ -11,7 +11,6 @@ class NormRow:
     """One norm of the network, or one of its calls if there are several.
 
     Attributes:
-        norm: its name.
         priors: the norms whose beliefs it receives, with the number of their channels that it uses.
         transition: the shapes of the blocks of A; none for a first layer and for an unchanged norm.
         note: why it has no prior, or why it is unchanged.

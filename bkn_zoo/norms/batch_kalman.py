@@ -47,14 +47,11 @@ def inverse_softplus(value: Tensor) -> Tensor:
 class BatchKalmanNorm(RunningNorm):
     """Normalizes with a belief that combines the layer's observation with a prediction from the layer below.
 
-    This is the base class of `BatchKalmanNorm1d`, `2d` and `3d`.
-
-    With gain q = 1, or without a prior, this is batch normalization. With q = 0 the belief is the prediction, and the
-    transition A, the process noise R, the gain q and the center do not learn. Arguments that are not listed here are
-    those of `RunningNorm` and `nn.BatchNorm2d`.
+    This is the base class of `BatchKalmanNorm1d`, `2d` and `3d`. With gain q = 1, or without a prior, this is batch
+    normalization. With q = 0 the belief is the prediction, and A, R, q and the center do not learn.
 
     Args:
-        num_features: channels of the input.
+        num_features: channels of the input. Arguments that are not listed are those of `nn.BatchNorm2d`.
         prior_features: channels of the layer below, whose belief is passed to `forward`; None for a first layer.
         raw_process_noise: a parameter from `new_process_noise` that other layers share; None gives the layer its own,
             with one value per channel.
@@ -193,10 +190,8 @@ class BatchKalmanNorm(RunningNorm):
     def logit(self) -> Tensor:
         """The raw gain, whose sigmoid is the gain q.
 
-        In a `centered` layer with a center, its gradient is the gradient of the loss with respect to q. The true
-        gradient has a factor q (1 - q), and a step along it changes q by the square of that: at q = 0.01, by a
-        ten-thousandth. Without the factor, a low gain can still learn. This is the natural gradient, because the Fisher
-        information of the logit is q (1 - q).
+        In a `centered` layer with a center, its gradient is the natural one, that with respect to q. The true gradient
+        has a factor q (1 - q), with which a low gain hardly learns.
         """
         raw = self.raw_gain
         if not self.centered or self.center is None or not raw.requires_grad or not torch.is_grad_enabled():
@@ -337,28 +332,19 @@ def check_gain(gain: float) -> None:
 
 
 class BatchKalmanNorm1d(BatchKalmanNorm):
-    """BKN for fully connected features, (images, channels), or sequences, (images, channels, length).
-
-    The arguments are those of `BatchKalmanNorm`.
-    """
+    """BKN for fully connected features, (images, channels), or sequences, (images, channels, length)."""
 
     dims = (2, 3)
 
 
 class BatchKalmanNorm2d(BatchKalmanNorm):
-    """BKN for feature maps of images, (images, channels, height, width).
-
-    The arguments are those of `BatchKalmanNorm`.
-    """
+    """BKN for feature maps of images, (images, channels, height, width)."""
 
     dims = (4,)
 
 
 class BatchKalmanNorm3d(BatchKalmanNorm):
-    """BKN for volumes and video, (images, channels, depth, height, width).
-
-    The arguments are those of `BatchKalmanNorm`.
-    """
+    """BKN for volumes and video, (images, channels, depth, height, width)."""
 
     dims = (5,)
 
@@ -376,10 +362,7 @@ def no_weight_decay(module: nn.Module) -> set[str]:
 
 @contextmanager
 def tied(module: nn.Module) -> Iterator[None]:
-    """Keep shared parameters shared, such as one R for all layers.
-
-    Within this context PyTorch may give each layer its own copy, for example when a network leaves the meta device.
-    """
+    """Keep shared parameters shared, such as one R for all layers, where PyTorch gives each layer its own copy."""
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False):
@@ -391,10 +374,7 @@ def tied(module: nn.Module) -> Iterator[None]:
 
 
 def tie_state(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-    """Use one parameter in a state dict for each shared parameter of the module (`load_state_dict(assign=True)`).
-
-    Otherwise PyTorch makes a parameter from each tensor. If several values differ, the last one counts, as in copying.
-    """
+    """Use one parameter in a state dict, the last, for each shared parameter (`load_state_dict(assign=True)`)."""
     places: dict[nn.Parameter, list[str]] = {}
     for path, part in module.named_modules(remove_duplicate=False):
         for name, parameter in part.named_parameters(recurse=False):

@@ -43,18 +43,11 @@ class RunningNorm(nn.Module):
     In this base class the belief is the observation, which is batch normalization over statistics groups. Subclasses
     override `believe` (how the belief is formed) and `scale_and_shift` (the scale and shift that follow).
 
-    In evaluation mode the layer is frozen and keeps its running averages. If the network around it is in training, a
-    frozen layer normalizes with population statistics, and its running belief is the prior of the layer above.
+    In evaluation mode the layer is frozen. If the network around it is in training, a frozen layer normalizes with
+    population statistics, and its running belief is the prior of the layer above.
 
-    Args:
-        num_features: channels of the input.
-        eps: added to the variance before the square root.
-        momentum: step of the running averages; None: they are means over all steps since the last reset.
-        affine: whether the layer has a scale and a shift, `weight` and `bias`.
-        bias: whether there is a shift beside the scale.
-        track_running_stats: whether the layer keeps running averages. Without them, inference uses the statistics of
-            the batch or of each image ("sample"); "population" and "expected" are refused.
-        statistics_batch_size: images per statistics group, if a call does not specify it; None is the whole batch.
+    The arguments are those of `nn.BatchNorm2d`, and `statistics_batch_size`: images per statistics group, if a call
+    does not specify it; None is the whole batch.
 
     Buffers, which stay float32 when the layer is cast to half precision:
         running_mean, running_var: the belief, averaged over training (`population`).
@@ -113,7 +106,7 @@ class RunningNorm(nn.Module):
 
     @property
     def has_averages(self) -> bool:
-        """Whether there are running averages. They do not move if `track_running_stats` was switched off later."""
+        """Whether there are running averages, even if `track_running_stats` was switched off later."""
         return self._buffers.get("running_mean") is not None
 
     @property
@@ -146,13 +139,11 @@ class RunningNorm(nn.Module):
         residual: Tensor | None = None,
         relu: bool = False,
     ) -> tuple[Tensor, Belief | None] | Tensor:
-        """Normalize `x`, then add `residual` if there is one, and apply ReLU if `relu` is true.
+        """Normalize `x`, (images, channels, ...), then add `residual` and apply ReLU, if asked.
 
         Args:
-            x: features, (images, channels, ...).
-            prior: belief of the layer below; None with population statistics, which do not need it.
-            statistics: at inference "population" (the default), "sample" or "expected". In training, the statistics of
-                the batch are used.
+            prior: belief of the layer below; population statistics do not need it.
+            statistics: at inference "population" (the default), "sample" or "expected".
 
         Returns:
             The normalized features, and the belief that normalized them (None with population statistics). A norm of a
@@ -269,10 +260,7 @@ class RunningNorm(nn.Module):
             return [getattr(self, name) for name in names]
 
     def kalman_arguments(self, prior: Belief | None, groups: int) -> KalmanArguments:
-        """The prior's mean and variance, A, raw R and raw q, as arguments of the kernels.
-
-        If A and R are None, the prior is already the prediction. If all are None, the belief is the observation.
-        """
+        """The arguments of `kernels.fused_norm` from prior_mean to raw_gain."""
         return None, None, None, None, None
 
     def believe(self, observed: Belief, prior: Belief | None) -> Belief:
@@ -356,11 +344,7 @@ class RunningNorm(nn.Module):
             self._warn_of_skipped_steps()
 
     def _step(self) -> tuple[Tensor | float, Tensor | float]:
-        """The step of the averages, and the share of the running mean in the variance of (batch mean - running mean).
-
-        Let V/N be the variance of a batch's mean. The running mean has the variance V/N step/(2 - step), or V/(N k) if
-        it is the mean of the k previous batches. Its share is step/2 or 1/(k + 1).
-        """
+        """The step of the averages, and the share of the running mean in the variance of the batch mean less it."""
         if self.momentum is not None:
             return self.momentum, self.momentum / 2
         step = 1 / (self.num_batches_tracked + 1).to(self.running_mean.dtype)

@@ -23,7 +23,7 @@ from bkn_zoo.training.loop import fit, images_at_a_time, local_batch
 from bkn_zoo.training.plan import TrainingPlan, adapted, plan_training
 from bkn_zoo.training.recipes import Recipe
 from bkn_zoo.training.start import start, start_classifier
-from bkn_zoo.training.state import find_state, load_state, replaces_finished
+from bkn_zoo.training.state import load_state, replaces_finished
 
 
 def train(
@@ -102,8 +102,6 @@ def carry_out(plan: TrainingPlan) -> TrainingResult:
         plan = dataclasses.replace(plan, recipe=dataclasses.replace(plan.recipe, precision="float32"))
     keep_to_quota()
     torch.manual_seed(plan.recipe.seed)
-    if plan.resume:
-        find_state(plan.output)
     # Deterministic algorithms of cuDNN, chosen without timing; None leaves a setting as it is.
     with torch.backends.cudnn.flags(True, False, deterministic=True, allow_tf32=None, fp32_precision=None):
         result = _train_as_planned(plan, Runtime(torch.device(plan.device), plan.workers, plan.quiet, plan.statistics))
@@ -124,8 +122,6 @@ def _train_as_planned(plan: TrainingPlan, runtime: Runtime) -> TrainingResult:
         recipe = adapted(recipe, len(data.train), plan.given, plan.source is not None, device.type == "cpu")
     local_batch(recipe, data)
     training = start(plan, recipe, data, device)
-    make_folder(plan.output)
-    make_folder(plan.record.parent)
     if plan.resume and not load_state(training, recipe, plan.output, device):
         plan.say(f"the training in {plan.output} is finished")
         stored = from_pretrained(plan.folder).to(device).to(memory_format=torch.channels_last)
@@ -133,6 +129,8 @@ def _train_as_planned(plan: TrainingPlan, runtime: Runtime) -> TrainingResult:
     if not plan.resume and replaces_finished(plan.output, recipe, training):
         same = "a finished training with the same images and options"
         plan.say(f"{plan.output} contains {same}: this one replaces it")
+    make_folder(plan.output)
+    make_folder(plan.record.parent)
     data = dataclasses.replace(data, preprocessing=training.preprocessing or data.preprocessing)
     if plan.fine_tuning:
         plan.say(_summary(recipe, data))

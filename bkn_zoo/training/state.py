@@ -212,15 +212,8 @@ def drop_state(training: Training, recipe: Recipe, folder: Path) -> None:
     (folder / STATE).unlink(missing_ok=True)
 
 
-def find_state(folder: Path) -> Path:
-    """The file of the training in a folder."""
-    for name in (STATE, FINISHED):
-        if (folder / name).is_file():
-            return folder / name
-    raise CheckpointError(
-        f"{folder / STATE} does not exist, so there is no training to resume: correct --output, or start without "
-        "--resume."
-    )
+def _find_state(folder: Path) -> Path | None:
+    return next((folder / name for name in (STATE, FINISHED) if (folder / name).is_file()), None)
 
 
 def _read_state(path: Path, device: torch.device, mmap: bool = False) -> dict[str, Any]:
@@ -247,7 +240,12 @@ def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.d
 
     Returns False if it is finished and has no state any more.
     """
-    path = find_state(folder)
+    path = _find_state(folder)
+    if path is None:
+        raise CheckpointError(
+            f"{folder / STATE} does not exist, so there is no training to resume: correct --output, or start without "
+            "--resume."
+        )
     state = _read_state(path, device)
     for _, sentence in _differences(state, training, recipe):
         raise CheckpointError(f"{path} belongs to a training {sentence}")
@@ -271,9 +269,8 @@ def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.d
 
 def replaces_finished(folder: Path, recipe: Recipe, training: Training) -> bool:
     """Whether there is a finished training with the same recipe, data and start. Refuse to replace any other."""
-    try:
-        path = find_state(folder)
-    except CheckpointError:
+    path = _find_state(folder)
+    if path is None:
         return False
     state = _read_state(path, torch.device("cpu"), mmap=True)
     changed = [name for name, _ in _differences(state, training, recipe) if name != "processes"]

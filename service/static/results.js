@@ -80,7 +80,7 @@ function sayAnswer(outcome) {
   const [first, second] = outcome.predictions;
   const classes = chosenModel()?.num_classes ? `${count(chosenModel().num_classes)} classes` : "classes";
   if (outcome.uncertain) say("uncertain", `The model is uncertain: the picture may show none of its ${classes}.`);
-  else if (second && first.score - second.score < NEAR) say("tie", "Nearly a tie: the first two are about as likely.");
+  else if (second && first.score - second.score < NEAR) say("tie", "Nearly a tie: the first two are about equally likely.");
   else say("answer", `${shortLabel(first)}, ${percent(first.score)}`);
   byId("answer").scrollIntoView({ block: "nearest" });
 }
