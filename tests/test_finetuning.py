@@ -9,11 +9,19 @@ from studies import finetuning, finetuning_data
 from studies.finetuning import ARMS, ORIGINAL, PROBE, STUDY, planned, study_rows
 from studies.finetuning_data import SEEDS, tree_of
 
+import bkn_zoo
+
+pytestmark = pytest.mark.usefixtures("shallow_network")
+
 
 @pytest.fixture
 def packed(tmp_path, monkeypatch):
     """What the study takes of two data sets, for a network that a processor trains in seconds: few, small images."""
-    monkeypatch.setattr(finetuning, "CHECKPOINT", "inception_cifar_bkn.cifar10")
+    model = bkn_zoo.create_model("inception_cifar_bkn", 3)
+    model.statistics_batch_size = 2
+    preprocessing = bkn_zoo.Preprocessing(16, (0.5,) * 3, (0.25,) * 3)
+    bkn_zoo.save_pretrained(model, tmp_path / "start", label_names=["cat", "dog", "ox"], preprocessing=preprocessing)
+    monkeypatch.setattr(finetuning, "CHECKPOINT", str(tmp_path / "start"))
     for name, value in {"PER_CLASS": 10, "TESTED": 4, "SIDE": 16}.items():
         monkeypatch.setattr(finetuning_data, name, value)
     for folder, names in {"imagewoof2-320": ("cat", "dog"), "imagenette2-320": ("car", "sun")}.items():

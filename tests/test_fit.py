@@ -36,7 +36,6 @@ from bkn_zoo.training.step import _FastDepthwise, learning_rate, make_step
 
 pytestmark = pytest.mark.usefixtures("shallow_network")
 ROOT = Path(__file__).parent.parent
-RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
 RECIPE = dataclasses.replace(two_processes.RECIPE, ema=0.9, augmentation=Augmentation(crop=0.2, mixup=0.2))
 SPREAD = {"rtol": 0.05, "atol": 1e-3}  # of image_spread: passes share a mean that is steadier than one pass's
 MODES = {"population", "sample", "expected"}
@@ -142,16 +141,6 @@ def test_weight_decay_and_rates_of_parameter_groups():
     assert kalman | decayed | norms | {"hidden.bias", "fc.bias"} == groups.keys()
     for name, found in groups.items():
         assert found == ((0, 0.3) if name in kalman else (0.01, 1) if name in decayed else (0, 1)), name
-
-
-def test_training_images_may_have_another_size(tmp_path):
-    recipe = with_(train_size=6, ema=0.0, epochs=1)
-    state, seen = started(recipe), set()
-    state.model.register_forward_pre_hook(lambda model, args: seen.add((model.training, *args[0].shape[2:])))
-    fit(state, recipe, data(), tmp_path, Runtime(CPU, quiet=True))
-    side = data().preprocessing.size
-    assert side != 6
-    assert seen == {(True, 6, 6), (False, side, side)}
 
 
 @pytest.mark.parametrize(
@@ -288,21 +277,6 @@ def test_bad_field_of_a_recipe_is_one_sentence(field, value, says):
     with pytest.raises(InputError, match=says) as caught:
         read_recipe(None, good | {field: value})
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (None, "x.toml cannot be read"),
-        (b"epochs = = 3", "x.toml is not a recipe"),
-        (b'model = "resnet101_bkn"', "x.toml: the field dataset is missing"),
-    ],
-)
-def test_recipe_file_that_cannot_be_read_is_named(tmp_path, content, says):
-    if content is not None:
-        (tmp_path / "x.toml").write_bytes(content)
-    with pytest.raises(InputError, match=says):
-        read_recipe(tmp_path / "x.toml")
 
 
 # Fitting

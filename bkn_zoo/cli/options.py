@@ -14,7 +14,6 @@ from bkn_zoo.terminal import Parser, printable
 
 # The metavar of every argument that is a checkpoint. Shell completion offers checkpoint names for it
 CHECKPOINT = "CHECKPOINT"
-SHELLS = ("bash", "zsh", "fish")
 NAMED = "a name, a folder or owner/repo on the Hub"
 FIRST = f"{NAMED} (default: the first of bkn-zoo list)"
 STATISTICS = "statistics that normalize an image (default: the checkpoint's choice)"
@@ -207,5 +206,5 @@ def list_parser() -> Parser:
 
 def completion_parser() -> Parser:
     parser = Parser("bkn-zoo completion", description=COMPLETION)
-    parser.add_argument("shell", choices=SHELLS, help="your shell")
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="your shell")
     return parser

@@ -22,7 +22,7 @@ from bkn_zoo.modes import MODES
 from bkn_zoo.terminal import printable
 
 if TYPE_CHECKING:  # slow imports happen in the commands that need them
-    from bkn_zoo.inference.classifier import Classifier
+    pass
 
 TIMED_RUNS = 5
 # What `info` leaves out of its table
@@ -40,24 +40,17 @@ def compare(args: argparse.Namespace) -> None:
     classifier = load_classifier(args)
     for number, name in enumerate(names):
         print(end="\n" if number else "")
-        _compare_modes(classifier, name, args.top_k)
-
-
-def _compare_modes(classifier: "Classifier", name: str, top_k: int) -> None:
-    image = classifier.prepare(sys.stdin.buffer.read() if name == STDIN else name)[None]
-    columns = []
-    precisions = {mode: classifier.engine.precision_at(mode) for mode in MODES}
-    same = len(set(precisions.values())) == 1
-    for mode in MODES:
-        scores = classifier.scores(image, mode)[0]  # the first call prepares the network for this mode
-        seconds = median(timeit.repeat(partial(classifier.scores, image, mode), number=1, repeat=TIMED_RUNS))
-        chosen = " (default)" if mode == classifier.choose() else ""
-        best = classifier.best(scores, top_k)
-        spent = f"{seconds * 1e3:.1f} ms{'' if same else f' in {precisions[mode]}'}"
-        columns.append([f"{mode}{chosen}", spent, *(f"{p.score:.4f}  {p.label}" for p in best)])
-    how = f"{classifier.engine_name}{f' in {precisions[MODES[0]]}' if same else ''} on {classifier.device}"
-    print(printable(f"{name}, by {classifier.name} with {how}"))
-    _print_columns(list(zip(*columns, strict=True)))
+        image = classifier.prepare(sys.stdin.buffer.read() if name == STDIN else name)[None]
+        columns = []
+        for mode in MODES:
+            scores = classifier.scores(image, mode)[0]  # the first call prepares the network for this mode
+            seconds = median(timeit.repeat(partial(classifier.scores, image, mode), number=1, repeat=TIMED_RUNS))
+            chosen = " (default)" if mode == classifier.choose() else ""
+            spent = f"{seconds * 1e3:.1f} ms in {classifier.engine.precision_at(mode)}"
+            best = classifier.best(scores, args.top_k)
+            columns.append([f"{mode}{chosen}", spent, *(f"{p.score:.4f}  {p.label}" for p in best)])
+        print(printable(f"{name}, by {classifier.name} with {classifier.engine_name} on {classifier.device}"))
+        _print_columns(list(zip(*columns, strict=True)))
 
 
 def _print_columns(rows: Sequence[Sequence[str]]) -> None:

@@ -68,10 +68,7 @@ def vary(pixels: Tensor, augmentation: Augmentation, preprocessing: Preprocessin
 
 
 def random_crop(image: Image.Image, scale: float, side: int, *numbers: int) -> Image.Image:
-    """A part of a photograph, resized to side x side; `scale` is the smallest share of its area.
-
-    It may be anywhere in the photograph, while `vary` would see its central square only.
-    """
+    """A part of a photograph, resized to side x side; `scale` is the smallest share of its area."""
     rng = np.random.default_rng(numbers)
     area, ratio = rng.uniform(scale, 1) * image.width * image.height, math.exp(rng.uniform(-MAX_STRETCH, MAX_STRETCH))
     width, height = min(math.sqrt(area * ratio), image.width), min(math.sqrt(area / ratio), image.height)
@@ -80,10 +77,7 @@ def random_crop(image: Image.Image, scale: float, side: int, *numbers: int) -> I
 
 
 def mix(images: Tensor, targets: Tensor, augmentation: Augmentation, *numbers: int) -> Batch:
-    """Mixup or cutmix of the batch with a shifted copy. Random numbers depend only on `numbers`.
-
-    They are numpy's, because the host needs them and would have to wait for a GPU.
-    """
+    """Mixup or cutmix of the batch with a shifted copy, by `numbers`; on the host, which must not wait for a GPU."""
     mixers = [name for name in ("mixup", "cutmix") if getattr(augmentation, name)]
     if not mixers:
         return Batch(images, targets)

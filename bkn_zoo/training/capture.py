@@ -15,15 +15,12 @@ EAGER_STEPS_TOGETHER = 12  # with several processes; DistributedDataParallel reb
 def captured(step: Callable[..., Tensor], eager_steps: int | None = None) -> Callable[..., Tensor]:
     """A step that runs normally for a few calls, then replays from a CUDA graph.
 
-    The whole step is replayed as it was captured, on the same memory. Its input tensors are copied there, and the
-    result is a copy. So a learning rate that changes must be a tensor on the GPU (fill
-    `optimizer.param_groups[0]["lr"]` with new values), gradients are accumulated by a loop within the step, and nothing
-    may depend on the value of a tensor. The step may average gradients over processes: DistributedDataParallel is
-    captured with its NCCL calls, if it was created and warmed up on the same side stream (`side_stream`).
+    The whole step is replayed on the same memory: its inputs are copied there, and the result is a copy. So a learning
+    rate that changes must be a tensor on the GPU, gradients are accumulated by a loop within the step, and nothing may
+    depend on the value of a tensor. DistributedDataParallel is captured with its NCCL calls if it was created on the
+    same side stream (`side_stream`). Batches of other shapes or types than the first, and on a CPU, run normally.
 
     Args:
-        step: a function of tensors on the GPU that returns a tensor. Tensors with other shapes or types than the first
-            ones, and tensors on a CPU, run normally.
         eager_steps: number of calls before the capture; by default 3, or 12 with several processes.
     """
     left = EAGER_STEPS_TOGETHER if dist.is_initialized() else EAGER_STEPS

@@ -1,8 +1,6 @@
-"""Batches of tensors on the device, from data sets.
+"""Batches of tensors on the device, which depend only on the seed, the epoch and their number.
 
-Images are augmented on the device, one batch at a time. Image files are read by a DataLoader, whose workers send bytes:
-a quarter of what floats would take. A batch depends only on the seed, the epoch and its number, so an interrupted
-training continues with the same batches. The host never waits for a GPU.
+Image files are read by a DataLoader, whose workers send bytes. The host never waits for a GPU.
 """
 
 from collections.abc import Iterator, Sequence
@@ -94,10 +92,9 @@ def _read(loader: Any, images: FileImages, keep_all: bool = True) -> Iterator[tu
 
 
 class _Files(Dataset[tuple[Tensor, int, int]]):
-    """Decodes and crops single files, to bytes. An unreadable file is replaced by the next readable one.
+    """Decodes single files, to bytes. An unreadable file is replaced by the next readable one.
 
-    Args:
-        crops: for random crops their smallest share of the area, the seed and the epoch; None for the central square.
+    `crops` has the smallest share of the area, the seed and the epoch of random crops; None is the central square.
     """
 
     def __init__(

@@ -124,8 +124,6 @@ class Data:
         return replace(self, **{name: images and images.to(device) for name, images in splits.items()})
 
 
-# Data sets by name
-
 # Training, validation and test images (None if there is no such set), labels and preprocessing
 Loaded = tuple[Images, Images | None, Images | None, list[str], Preprocessing]
 
@@ -184,9 +182,6 @@ def fingerprint(data: Data, root: Path) -> str:
         else:
             digest.update(images.labels.cpu().numpy().tobytes())
     return digest.hexdigest()
-
-
-# Official layouts
 
 
 def _cifar(name: str, root: Path, size: int | None) -> Loaded:
@@ -272,9 +267,6 @@ def _decode(path: Path, side: int) -> np.ndarray | None:
     except ImageError:
         return None
     return np.asarray(image).transpose(2, 0, 1).copy() if image.size == (side, side) else None
-
-
-# Trees of files: one folder per class, in one folder or in the folders of the splits
 
 
 def _tree(name: str, root: Path, size: int | None) -> Loaded:

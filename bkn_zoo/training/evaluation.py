@@ -78,10 +78,7 @@ def compute_logits(
 
 
 def measure_accuracy(logits: Tensor, labels: Tensor) -> dict[str, float]:
-    """Top-1 with its 95 % interval, top-5 and expected calibration error in percent, and the mean cross entropy.
-
-    `loss_error` is the standard error of that mean. With up to five classes there is no top-5: it would always be 100.
-    """
+    """Top-1 with its 95 % interval, top-5 (of more than five classes), calibration error, and mean cross entropy."""
     best = logits.topk(min(5, logits.shape[1])).indices
     hits = best == labels[:, None]
     confidence = logits.softmax(1).amax(1)

@@ -137,11 +137,9 @@ def best_top1(logits: Mapping[str, Tensor], labels: Tensor) -> float:
 
 
 def choose_mode(logits: Mapping[str, Tensor], labels: Tensor, group: int | None, first: str) -> str:
-    """The default statistics mode: the first choice, unless another is clearly better on these images.
+    """The default statistics mode: the first choice, that of the start, or `population`, the fastest, for new weights.
 
-    The first choice is the start's mode, which is `population`, the fastest, for new weights. The other candidates are
-    `population` and the mode that fits the group size. Images are paired: the difference of top-1 must exceed two
-    standard errors.
+    `population`, or the mode that fits the group size, must be better by two standard errors, paired over images.
     """
     fitting = "sample" if group == 1 else "expected"
     best = next(mode for mode in (first, "population", fitting, *logits) if mode in logits)
@@ -158,7 +156,6 @@ def draw_curves(path: Path, history: list[dict[str, Any]], kept: int, title: str
     """Draw loss and accuracy of each epoch, and mark the epoch that is kept. Without matplotlib, print a line."""
     try:
         from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
     except ImportError:
         print("no curves.png: install matplotlib with pip install 'bkn-zoo[train]'", file=sys.stderr)
         return
@@ -171,7 +168,6 @@ def draw_curves(path: Path, history: list[dict[str, Any]], kept: int, title: str
     left.plot(epochs, losses, "o-", color="black", markersize=4, label="training")
     left.plot(epochs, [validation_loss(line) for line in history], "o--", color="C3", markersize=4, label="validation")
     left.set(ylabel="loss")
-    left.set_ylim(bottom=0)
     left.legend(loc="upper right")
     for mode in history[-1]["validation"]:
         lines = [line["validation"].get(mode, {}) for line in history]  # states of earlier versions have more modes
@@ -182,7 +178,6 @@ def draw_curves(path: Path, history: list[dict[str, Any]], kept: int, title: str
     right.legend(loc="lower right")
     for axes in (left, right):
         axes.axvline(kept, color="grey", linestyle=":")
-        axes.set(xlabel=f"epoch (dotted: {kept}, whose weights are kept)", xlim=(epochs[0] - 0.5, epochs[-1] + 0.5))
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        axes.set(xlabel=f"epoch (dotted: {kept}, whose weights are kept)")
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)

@@ -34,21 +34,14 @@ FROM_SCRATCH = {
     "dataset": "folder", "epochs": 60, "gradient_batch": 16, "statistics_batch_size": 2, "lr": 0.05,
     "label_smoothing": 0.1, "augmentation.crop": 0.125,
 }  # fmt: skip
+# A small data set is passed more often, until there are this many steps, but no more often than this
 ENOUGH_STEPS = {"pretrained": (80, 25), "new": (1000, 200)}
-"""A small data set is passed more often, until there are this many steps, but no more often than this.
-
-With a handful of images an epoch is a single step, and its validation half as long.
-"""
-
 # Share of the layers that stay as they are on a CPU: those that see many pixels, which take most of the time
 CPU_FREEZE = 0.67
 
 
 class Origin(NamedTuple):
-    """A checkpoint or a library's network to start from.
-
-    `init` is what the caller passed, `name` has no paths of this machine, and libraries have no config.
-    """
+    """A start: `init` is what the caller passed, `name` has no paths of this machine, and libraries have no config."""
 
     init: str
     name: str
@@ -209,8 +202,6 @@ def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Replace dictionaries by dotted names, so that they override field by field."""
     flat: dict[str, Any] = {}
     for name, value in fields.items():
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            value = dataclasses.asdict(value)
         flat |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
     return flat
 

@@ -65,10 +65,8 @@ def train(
         overrides: fields of the recipe, such as `epochs=5` or `augmentation={"cutmix": 1.0}`.
 
     Raises:
-        NonFiniteLossError: the training diverged.
-        TrainingError: the training cannot continue for another reason, such as a full disk.
-        InputError: the recipe, an option or the data are invalid.
-        CheckpointError: a checkpoint or a saved state is invalid.
+        TrainingError: it diverged (`NonFiniteLossError`), or cannot continue, as with a full disk.
+        InputError, CheckpointError: the recipe, an option or the data; or a checkpoint or state are invalid.
     """
     plan = plan_training(
         recipe, data, overrides, init=init, name=name, output=output, results=results, device=device, resume=resume,

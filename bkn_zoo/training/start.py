@@ -36,12 +36,9 @@ def start(plan: TrainingPlan, recipe: Recipe, data: Data, device: torch.device) 
         training = begin(recipe, first_network(recipe, source and source.init, data.label_names), device)
     training.fingerprint = fingerprint(data, plan.data)
     training.init = source and source.key
-    training.preprocessing = data.preprocessing
-    if source and source.preprocessing:  # the preprocessing of its weights, with the recipe's size
-        p = source.preprocessing
-        training.preprocessing = dataclasses.replace(
-            data.preprocessing, mean=p.mean, std=p.std, interpolation=p.interpolation
-        )
+    p = (source and source.preprocessing) or data.preprocessing  # that of its weights, with the recipe's size
+    looks = {"mean": p.mean, "std": p.std, "interpolation": p.interpolation}
+    training.preprocessing = dataclasses.replace(data.preprocessing, **looks)
     return training
 
 

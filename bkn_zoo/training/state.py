@@ -118,14 +118,8 @@ def make_optimizer(model: nn.Module, recipe: Recipe, device: torch.device) -> to
     return adamw
 
 
-# The history
-
-
 def epoch_mode(training: Training, recipe: Recipe, modes: Sequence[str]) -> str:
-    """The one of these statistics modes that is measured after each epoch.
-
-    It is the start's default or, for new weights, the one that fits the groups of training.
-    """
+    """The mode that is measured after each epoch: the start's or, for new weights, the one that fits the groups."""
     mode = "sample" if recipe.statistics_batch_size == 1 else "expected"
     if training.init or recipe.freeze or recipe.statistics_batch_size is None:
         mode = training.result.default_statistics
@@ -165,9 +159,6 @@ def write_log(history: list[dict[str, Any]], folder: Path) -> None:
         raise TrainingError(
             f"{folder / LOG} could not be written ({error.strerror}): free disk space; the last saved state stays."
         ) from error
-
-
-# Files
 
 
 def _identity(training: Training, recipe: Recipe) -> dict[str, Any]:
