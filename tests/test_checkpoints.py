@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+import torchvision
 from huggingface_hub import ModelCard
 from shallow import KINDS
 from torch import nn
@@ -631,3 +632,26 @@ def test_bn_weights_that_do_not_fit_leave_the_model_untouched(change, words):
     assert_same_tensors(model.state_dict(), before)
     with pytest.raises(InputError, match="use the _bkn network"):
         load_batchnorm_weights(make("inception_cifar_gn"), make("inception_cifar_bn").state_dict())
+
+
+def test_resnet101_takes_the_weights_of_torchvision():
+    theirs = torchvision.models.resnet101(weights=None).eval()
+    randomize(theirs)
+    model, images = bkn_zoo.create_model("resnet101_bkn").eval(), torch.randn(1, 3, 64, 64)
+    load_batchnorm_weights(model, theirs.state_dict())
+    with torch.inference_mode():
+        wanted = theirs(images)
+        torch.testing.assert_close(model(images), wanted, rtol=1e-5, atol=1e-5 * wanted.abs().max().item())
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["plain", "trained on whole batches"])
+def test_image_statistics_that_bn_never_kept_are_derived(named):
+    plain = {name: x for name, x in make("inception_cifar_bn").state_dict().items() if ".image_" not in name}
+    fresh = bkn_zoo.create_model("inception_cifar_bn").state_dict()
+    model = make()
+    load_batchnorm_weights(model, plain | {name: x for name, x in fresh.items() if named and ".image_" in name})
+    norm = model.get_submodule(NORM)
+    assert torch.equal(norm.image_mean, norm.running_mean)
+    assert torch.equal(norm.image_var, norm.running_var)
+    assert torch.equal(norm.image_spread, torch.zeros_like(norm.image_spread))
+    assert not any(".image_" in name for name in plain)

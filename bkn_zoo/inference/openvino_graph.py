@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bkn_zoo.errors import InputError
-from bkn_zoo.inference.folding import ImageNorm, weigh
+from bkn_zoo.inference.folding import ImageNorm, in_float32, weigh
 from bkn_zoo.inference.graph_cache import cache_folder, delete_old_graphs
 from bkn_zoo.inference.symbols import Symbol, _node, avg_pool2d, ov
 from bkn_zoo.models.network import BeliefNetwork
@@ -92,11 +92,9 @@ def build_graph(
     statistics = Statistics("population") if population else Statistics("expected", 1)
     buffers = [buffer for buffer in network.cpu().buffers() if not buffer.is_inference()]
     changes = sum(buffer._version for buffer in buffers)
-    logits: Any = network(stand_in, statistics=statistics)
+    logits: Any = in_float32(network(stand_in, statistics=statistics))
     if sum(buffer._version for buffer in buffers) != changes:
         raise InputError("a graph cannot change buffers, as this network does: choose engine='torch'.")
-    if type(logits) is not Symbol:
-        raise InputError(f"the OpenVINO engine cannot translate a {type(logits).__name__}: choose engine='torch'.")
     model = ov.Model([logits.node], inputs)
     _merge_products(model)
     if pairs:
