@@ -37,7 +37,7 @@ def start(plan: TrainingPlan, recipe: Recipe, data: Data, device: torch.device) 
     training.fingerprint = fingerprint(data, plan.data)
     training.init = source and source.key
     p = (source and source.preprocessing) or data.preprocessing  # that of its weights, with the recipe's size
-    looks = {"mean": p.mean, "std": p.std, "interpolation": p.interpolation}
+    looks: dict[str, Any] = {"mean": p.mean, "std": p.std, "interpolation": p.interpolation}
     training.preprocessing = dataclasses.replace(data.preprocessing, **looks)
     return training
 
