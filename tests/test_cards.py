@@ -57,9 +57,6 @@ def card(folder):
     return checkpoint_card(Config.read(folder / "config.json"), NAME, RUN)
 
 
-# What every card has.
-
-
 def test_metadata_is_what_the_hub_reads(card):
     data = yaml.safe_load(card.split("---\n")[1])
     (index,) = data.pop("model-index")

@@ -53,9 +53,6 @@ def splits_of(images):
     return {path.parent.parent.name for path in images.paths}
 
 
-# Official layouts
-
-
 def test_cifar10_keeps_labels_channels_and_rows(tmp_path):
     pixels = write_cifar10(tmp_path)
     data = load_data("cifar10", tmp_path)
@@ -154,9 +151,6 @@ def test_tiny_imagenet_is_numbered_as_wnids(tiny, monkeypatch, chunk, capsys):
     assert torch.cat([data.train.labels, data.validation.labels]).bincount().tolist() == [5, 3]
 
 
-# Trees of files
-
-
 def test_tree_without_splits_has_no_test_images(tmp_path):
     write_tree(tmp_path, classes=("apple", "train"))
     (tmp_path / ".cache").mkdir()
@@ -237,9 +231,6 @@ def test_validation_split_is_drawn_by_class_and_always_the_same(tmp_path):
     assert first.validation.paths[1:4] != sorted(path for path in first.split("all").paths if "many" in str(path))[:3]
 
 
-# Batches
-
-
 def batches(data, epoch=0, seed=3, augmentation=None, **more):
     chosen = augmentation or Augmentation(crop=0.2, colour=0.3, mixup=0.4, cutmix=1.0)
     return list(training_batches(data, 8, epoch, seed, chosen, CPU, **more))
@@ -310,9 +301,6 @@ def test_files_are_decoded_once(tmp_path):
     assert same(batches(data), first)
 
 
-# Preprocessing
-
-
 @pytest.mark.parametrize("kind", ["array", "enlarged", "files"])
 def test_training_without_augmentation_sees_what_evaluation_sees(kind, tmp_path):
     if kind == "files":
@@ -322,9 +310,6 @@ def test_training_without_augmentation_sees_what_evaluation_sees(kind, tmp_path)
     trained = batches(data, augmentation=STILL)[0].images
     evaluated = next(evaluation_batches(data, data.train, 8, CPU)).images
     assert_close(trained, evaluated[torch.randperm(8, generator=generator("cpu", 3, 0))], rtol=0, atol=1e-5)
-
-
-# Augmentation
 
 
 def pixels(count, side=16):
@@ -399,9 +384,6 @@ def test_cutmix_targets_are_the_mixed_areas():
     assert mixed_at_all >= 48
     assert 15 < cut < 45  # mixup and cutmix take turns
     assert mix(images, torch.eye(4), Augmentation(), 1).images is images  # without a mixer
-
-
-# Bad input
 
 
 def test_trees_that_cannot_be_trained_on_are_refused(tmp_path):

@@ -92,9 +92,6 @@ def uninterrupted(tmp_path_factory):
     return run(tmp_path_factory.mktemp("uninterrupted"))
 
 
-# Evaluation
-
-
 def test_top1_and_top5_count_labels_among_the_best_logits():
     logits, labels = torch.tensor([[9.0, 8, 7, 6, 5, 4, 3], [1.0, 2, 3, 4, 5, 6, 7]]), torch.tensor([0, 2])
     found = measure_accuracy(logits, labels)  # the best and the fifth best
@@ -122,9 +119,6 @@ def test_evaluation_leaves_out_a_refused_mode():
         evaluate(model, batches, ["sample"])
     with pytest.raises(InputError, match="no images to evaluate"):
         evaluate(model, [])
-
-
-# Parameters, schedules, averages
 
 
 @pytest.mark.usefixtures("whole_network")
@@ -192,9 +186,6 @@ def test_evaluated_weights_are_the_exponential_average():
     assert plain.result is plain.model
 
 
-# Steps
-
-
 def gradients(recipe, chosen):
     state = started(recipe)
     loss = make_step(state, recipe, CPU)(chosen)
@@ -238,9 +229,6 @@ def test_label_smoothing_and_clipping_reach_the_step():
     assert length.item() == pytest.approx(0.01, rel=1e-3)
 
 
-# Recipes
-
-
 def test_overrides_go_on_top_of_the_file_and_its_tables(tmp_path):
     path = tmp_path / "recipe.toml"
     path.write_text(
@@ -277,9 +265,6 @@ def test_bad_field_of_a_recipe_is_one_sentence(field, value, says):
     with pytest.raises(InputError, match=says) as caught:
         read_recipe(None, good | {field: value})
     assert "\n" not in str(caught.value)
-
-
-# Fitting
 
 
 def test_training_learns_logs_and_leaves_a_state(tmp_path):
@@ -365,9 +350,6 @@ def test_default_mode_needs_a_clear_difference(group, first, gains, chosen):
     assert choose_mode({"sample": logits["sample"]}, labels, group, first) == "sample"  # the only one measured
 
 
-# On a GPU
-
-
 @pytest.fixture
 def gpu():
     """The device, with cuDNN as a training sets it."""
@@ -412,9 +394,6 @@ def test_resuming_on_a_gpu_gives_identical_weights(gpu, tmp_path, monkeypatch, o
     whole = run(tmp_path / "whole", recipe, device=gpu)
     killed(monkeypatch, 7, tmp_path / "part", recipe, device=gpu)
     assert_identical(weights(run(tmp_path / "part", recipe, resume=True, device=gpu)), weights(whole))
-
-
-# Interruptions
 
 
 def at_batch(monkeypatch, number, act):
@@ -586,9 +565,6 @@ def test_unusable_state_is_refused_in_one_sentence(tmp_path):
             replaces_finished(tmp_path, RECIPE, started())
     torch.save(network().state_dict(), path)
     refused("state.pt cannot be read")
-
-
-# Other processes
 
 
 @pytest.fixture(scope="module")

@@ -60,19 +60,18 @@ def run(*arguments, send=None, log=None):
 
 
 def test_stopped_training_ends_with_identical_weights(place):
-    """By Ctrl-C, SIGTERM and SIGKILL, one after the other, with a process that decodes images."""
-    train = ("train", "photos", *TINY, "--epochs", "24", "--ema", "0.9", "--workers", "1")
+    """By Ctrl-C and SIGTERM, one after the other, with a process that decodes images."""
+    train = ("train", "photos", *TINY, "--epochs", "10", "--ema", "0.9", "--workers", "1")
     whole, run_ = place / "runs" / "whole", place / "runs" / "stopped"
     assert run(*train, "--name", "whole")[0] == 0
     resume = ()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+    for number in (signal.SIGINT, signal.SIGTERM):
         code, said = run(*train, "--name", "stopped", *resume, send=number, log=run_ / "log.jsonl")
-        assert code == (-number if number == signal.SIGKILL else 128 + number), said
-        if number != signal.SIGKILL:
-            assert ("stopping after this step" in said) == (number == signal.SIGINT)
-            assert "Traceback" not in said
-            assert " of 72; continue with:\n" in said
-            assert said.endswith(shlex.join(["bkn-zoo", *train, "--name", "stopped", "--resume"]) + "\n")
+        assert code == 128 + number, said
+        assert ("stopping after this step" in said) == (number == signal.SIGINT)
+        assert "Traceback" not in said
+        assert " of 30; continue with:\n" in said
+        assert said.endswith(shlex.join(["bkn-zoo", *train, "--name", "stopped", "--resume"]) + "\n")
         resume = ("--resume",)
     code, said = run(*train, "--name", "stopped", "--resume")
     assert code == 0, said

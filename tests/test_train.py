@@ -84,9 +84,6 @@ def read(*parts):
     return json.loads(Path(*parts).read_text())
 
 
-# The functions
-
-
 def test_train_takes_a_recipe_by_path_name_or_object(tmp_path, monkeypatch, capsys):
     fields = {"dataset": "folder", "epochs": 1, "gradient_batch": 8, "size": 8, "precision": "float32"}
     recipe = bkn_zoo.Recipe(model=NETWORK, **fields)
@@ -138,9 +135,6 @@ def test_bfloat16_falls_back_on_a_cpu_without_it(supported, monkeypatch, capsys)
     plan = bkn_zoo.fine_tune("photos", model=NETWORK, device="cpu")
     assert plan.recipe.precision == ("bfloat16" if supported else "float32")
     assert ("training in float32" in capsys.readouterr().out) is not supported
-
-
-# The phases of fine-tuning
 
 
 def test_finished_training_leaves_a_small_file(checkpoint, capsys):
@@ -215,9 +209,6 @@ def test_classifier_trusts_neither_odd_features_nor_few_images():
     weight, bias, _ = fit_classifier(start, (features[:2], labels[:2]), (features[2:], labels[2:]))
     assert torch.equal((features @ weight.T + bias).argmax(1), labels)
     assert (weight - start.weight).norm() < 0.1 * start.weight.norm()
-
-
-# What a run leaves
 
 
 def test_fine_tuning_leaves_what_evaluate_confirms(tree, checkpoint, tmp_path, monkeypatch, capsys):
@@ -358,9 +349,6 @@ def test_test_images_are_not_chosen_by_and_have_intervals(mine, capsys):
         assert (record["split"], record["rows"][0]["images"]) == (split, count)
 
 
-# Options, names, and what a training starts from
-
-
 def test_options_override_the_recipe_wherever_they_stand():
     line = "--data D --augmentation.crop 0.25 --norm_options.warmup=100 recipes/x.toml --lr 5e-2 --weight_decay .003"
     line += " --statistics_batch None --seed 01 --graph False --model m --augmentation.flip true --ema 0 --freeze"
@@ -449,9 +437,6 @@ def test_origin_has_a_name_for_others(checkpoint, monkeypatch):
     assert {find_origin(name).name for name in ("owner/repo", "owner/repo@main")} == {f"owner/repo@{commit}"}
 
 
-# Interruptions, and several processes
-
-
 @pytest.mark.parametrize(
     ("processes", "told"),
     [
@@ -508,9 +493,6 @@ def test_only_the_first_process_prints(rank, tree, checkpoint, capsys, monkeypat
     said = "".join(capsys.readouterr())
     for words in ("starting from", "22 images of 2 classes", "supported image format: 1 .heic"):
         assert (words in said) == (rank == "0")
-
-
-# What is refused
 
 
 def test_publication_is_refused_before_data_are_read(monkeypatch, refused):
@@ -582,9 +564,6 @@ def test_nothing_is_written_among_the_classes(tree, checkpoint, tmp_path, monkey
         assert said.endswith(f"choose a folder outside with {option}.")
     assert {path.name for path in tree.iterdir()} == {"dark", "light"}
     assert not (tmp_path / "out").exists()
-
-
-# Evaluation
 
 
 def test_evaluate_preprocesses_and_measures_as_asked(tree, tmp_path, monkeypatch, refused):

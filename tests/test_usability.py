@@ -60,9 +60,6 @@ def said(capsys, *arguments):
     return "".join(capsys.readouterr())
 
 
-# Help and words
-
-
 def test_help_of_train_describes_every_option(capsys):
     assert FIELDS.keys() | {"norm_options", "augmentation"} == {field.name for field in dataclasses.fields(Recipe)}
     assert AUGMENTATION.keys() == {field.name for field in dataclasses.fields(Augmentation)}
@@ -130,9 +127,6 @@ def test_close_matches_are_suggested(words, meant, capsys):
     assert f"(did you mean {meant}?)" in said(capsys, *words.split())
 
 
-# Speed: PyTorch takes seconds to import
-
-
 @pytest.mark.parametrize(
     ("words", "code"),
     [
@@ -176,9 +170,6 @@ def test_first_line_comes_within_a_second(words, terminal, tmp_path):
         os.close(theirs)
 
 
-# Completion
-
-
 @pytest.fixture
 def bash(tmp_path, capsys):
     """Completes a line as bash does."""
@@ -211,9 +202,6 @@ def test_bash_completes_commands_options_and_names(bash, line, offered):
     assert [word for word in bash(f"bkn-zoo {line}") if not word.startswith("--h")] == offered
 
 
-# Checkpoints
-
-
 def test_info_lists_the_classes_and_list_the_default_first(root, capsys):
     assert said(capsys, "info", "better", "--classes") == "ape\nbee\nélan\n"
     bkn_zoo.save_pretrained(bkn_zoo.create_model(NETWORK, 4), root / "bare")
@@ -221,9 +209,6 @@ def test_info_lists_the_classes_and_list_the_default_first(root, capsys):
     _, first, second = said(capsys, "list").splitlines()
     assert first.split()[:2] == [default_checkpoint(), "(default)"]
     assert second.startswith("better ")
-
-
-# Training and serving
 
 
 def test_port_in_use_names_the_option(capsys):
