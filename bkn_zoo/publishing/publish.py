@@ -24,12 +24,7 @@ def validate(folder: Path) -> None:
 
 
 def publish(folder: Path, repository: str, *, private: bool = False, dry_run: bool = False) -> None:
-    """Validate a checkpoint, list its files and, unless it is a dry run, publish it.
-
-    Args:
-        repository: "owner/repo"; the card keeps the checkpoint's name.
-        private: whether a new repository is private.
-    """
+    """Validate a checkpoint, list its files and, unless it is a dry run, publish it. Its card keeps its name."""
     check_repository(repository)
     validate(folder)
     print(f"{repository}: {folder} loads, reproduces its outputs and agrees with its card", flush=True)

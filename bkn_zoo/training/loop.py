@@ -21,16 +21,7 @@ from bkn_zoo.training.datasets import Data, FileImages
 from bkn_zoo.training.evaluation import logits_on, measure_modes, show_top1
 from bkn_zoo.training.interruption import Interruption, Stopped
 from bkn_zoo.training.recipes import Recipe
-from bkn_zoo.training.state import (
-    REMEDY,
-    Training,
-    best_mode,
-    epoch_mode,
-    kept_line,
-    save_state,
-    validation_loss,
-    write_log,
-)  # fmt: skip
+from bkn_zoo.training.state import REMEDY, Training, best_mode, kept_line, save_state, validation_loss, write_log
 from bkn_zoo.training.step import autocast, learning_rate, make_step
 
 # Seconds between saves after epochs. With few images, saving after every epoch would take longer than its steps
@@ -77,8 +68,11 @@ def fit(
 
 
 def validate_epoch(training: Training, recipe: Recipe, data: Data, runtime: Runtime) -> dict[str, dict[str, float]]:
-    """The accuracy on the validation images, in one statistics mode."""
-    mode = epoch_mode(training, recipe, runtime.modes)
+    """The accuracy on the validation images in one mode: the start's or, for new weights, the one of the groups."""
+    mode = "sample" if recipe.statistics_batch_size == 1 else "expected"
+    if training.init or recipe.freeze or recipe.statistics_batch_size is None:
+        mode = training.result.default_statistics
+    mode = mode if mode in runtime.modes else runtime.modes[0]
     return measure_modes(*logits_on(training.result, data, data.validation, runtime, "validation", [mode]))
 
 

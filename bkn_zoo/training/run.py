@@ -125,8 +125,7 @@ def _train_as_planned(plan: TrainingPlan, runtime: Runtime) -> TrainingResult:
         stored = from_pretrained(plan.folder).to(device).to(memory_format=torch.channels_last)
         return TrainingResult(stored, {} if rank else json.loads(plan.record.read_text()), plan.folder)
     if not plan.resume and replaces_finished(plan.output, recipe, training):
-        same = "a finished training with the same images and options"
-        plan.say(f"{plan.output} contains {same}: this one replaces it")
+        plan.say(f"{plan.output} contains a finished training with the same images and options: this one replaces it")
     make_folder(plan.output)
     make_folder(plan.record.parent)
     data = dataclasses.replace(data, preprocessing=training.preprocessing or data.preprocessing)

@@ -5,7 +5,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,14 +116,6 @@ def make_optimizer(model: nn.Module, recipe: Recipe, device: torch.device) -> to
     adamw: Any = torch.optim.AdamW(groups, lr=lr, betas=(recipe.momentum, 0.999), fused=True, capturable=on_gpu)
     adamw._warned_capturable_if_run_uncaptured = True  # no warning about the necessary steps before the capture
     return adamw
-
-
-def epoch_mode(training: Training, recipe: Recipe, modes: Sequence[str]) -> str:
-    """The mode that is measured after each epoch: the start's or, for new weights, the one that fits the groups."""
-    mode = "sample" if recipe.statistics_batch_size == 1 else "expected"
-    if training.init or recipe.freeze or recipe.statistics_batch_size is None:
-        mode = training.result.default_statistics
-    return mode if mode in modes else modes[0]
 
 
 def best_mode(metrics: Mapping[str, Mapping[str, float]]) -> str:
