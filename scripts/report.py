@@ -9,6 +9,7 @@ import argparse
 import json
 import random
 import re
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -99,10 +100,10 @@ def conversion(rows: list[dict[str, Any]]) -> dict[str, Content]:
     failed = [{"does not convert": f"`{row['name']}`", "why": row["reason"]} for row in rows if not row["converts"]]
     failed = failed or [{"does not convert": "none", "why": "all of them convert"}]
     timed = sorted((row for row in rows if row.get("planning") is not None), key=lambda row: row["planning"])
-    median, slowest = timed[len(timed) // 2], timed[-1]
+    median, slowest = statistics.median(row["planning"] for row in timed), timed[-1]
     slow = [f"`{row['name']}`" for row in timed if row["planning"] > 15 and row["forward"] < 1]
     planning = (
-        f"On one core, `convert` took {median['planning']:.1f} s in the median of {len(timed)} networks, and at most "
+        f"On one core, `convert` took {median:.1f} s in the median of {len(timed)} networks, and at most "
         f"{slowest['planning']:.1f} s (`{slowest['name']}`; a forward pass: {slowest['forward']:.1f} s). It took more "
         f"than 15 s, for a forward pass of less than 1 s, for {', '.join(slow) or 'none'}."
     )
