@@ -39,7 +39,11 @@ LARGEST_IN_FLOAT64, LARGEST = 100_000_000, 300_000_000
 """Parameters; of a larger network only the output is checked, in float32."""
 TOGETHER = 24
 """Networks that the same processes check."""
-LIBRARIES = ("transformers", "ultralytics", "segmentation-models-pytorch", "monai", "open-clip-torch", "lightning")
+LIBRARIES = (
+    "transformers", "ultralytics", "segmentation-models-pytorch", "monai", "open-clip-torch", "lightning", "pytorchcv",
+    "kornia", "python-doctr", "speechbrain", "braindecode", "tsai", "torch-geometric", "scvi-tools", "lightly",
+    "fastai", "torchreid",
+)  # fmt: skip
 
 
 def holds_norms(case: Case) -> bool:
@@ -72,6 +76,14 @@ def outputs(model: nn.Module, inputs: Any, **options: Any) -> dict[str, Tensor]:
         return {str(n): x for n, x in enumerate(tensors_in(model(*args, **named, **options)))}
 
 
+def seconds_of_forward(model: nn.Module, inputs: Any) -> float:
+    """Of the second of two passes in evaluation mode; of the processor, since several networks are checked at once."""
+    outputs(model, inputs)
+    began = time.process_time()
+    outputs(model, inputs)
+    return round(time.process_time() - began, 3)
+
+
 def difference(expected: dict[str, Tensor], given: dict[str, Tensor]) -> float:
     """The largest, relative to each tensor's largest value."""
     if {name: x.shape for name, x in expected.items()} != {name: x.shape for name, x in given.items()}:
@@ -99,20 +111,21 @@ def missing_anew(missing: set[str], before: set[str]) -> set[str]:
 
 def check(case: Case) -> dict[str, Any]:
     torch.manual_seed(0)
-    original = case.build()
+    original = case.build().train()  # some leave parts in evaluation mode, which are then taken for frozen
     stir(original)
     row: dict[str, Any] = {"library": case.library, "name": case.name, "converts": False}
-    batch, one = case.inputs(4), case.inputs(1)
-    example = {"example": case.inputs(2)} if case.with_example else {}
+    batch, two, one = case.inputs(4), case.inputs(2), case.inputs(case.group or 4)
+    example = {"example": two} if case.with_example else {}
     try:
-        began = time.perf_counter()
+        began = time.process_time()
         converted: Any = convert(original, **example)
     except BknZooError as error:
-        return row | {"seconds": None, "reason": re.sub(r"/\S*/site-packages/", "", str(error))}
+        return row | {"planning": None, "reason": re.sub(r"/\S*/site-packages/", "", str(error))}
     report = converted.report
     row |= {
         "converts": True,
-        "seconds": round(time.perf_counter() - began, 1),
+        "planning": round(time.process_time() - began, 2),
+        "forward": seconds_of_forward(original, two),
         "norms": len({r.norm for r in report.rows if not r.left}),
         "left": len([r for r in report.rows if r.left]),
         "guesses": len(report.guesses),
@@ -125,18 +138,19 @@ def check(case: Case) -> dict[str, Any]:
     if row["parameters"] <= LARGEST_IN_FLOAT64:
         args, named = inputs_of(batch)
         row |= prove(original, converted, *args, tolerance=float("inf"), **named)._asdict()
-    converted.statistics_batch_size = 1
+    converted.statistics_batch_size = case.group
     missing = without_gradient(converted, one)
     row["no_gradient"] = sorted(missing_anew(missing, without_gradient(original, batch))) if missing else []
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "model.pt"  # with the version of modules, which torchvision's MNASNet asks for
         torch.save(converted.state_dict(), file)
-        again: Any = convert(original, **example, statistics_batch_size=1)
+        again: Any = convert(original, **example, statistics_batch_size=case.group)
         for tensor in again.state_dict().values():  # so that none is right before it is loaded
             tensor.zero_()
         again.load_state_dict(torch.load(file))
+    modes = MODES if case.group else ("population", "expected")  # a row of a table has no statistics of its own
     row["round_trip"] = max(
-        difference(outputs(converted, one, statistics=mode), outputs(again, one, statistics=mode)) for mode in MODES
+        difference(outputs(converted, one, statistics=mode), outputs(again, one, statistics=mode)) for mode in modes
     )
     return row
 
@@ -147,10 +161,10 @@ def try_check(name: str) -> dict[str, Any] | None:
     warnings.simplefilter("ignore")
     case = next(case for case in cases() if f"{case.library} {case.name}" == name)
     try:
-        return check(case) if holds_norms(case) else None
+        return check(case) if case.with_example or holds_norms(case) else None
     except Exception as error:  # whatever a network does, the others are still of interest
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        return {"library": case.library, "name": case.name, "converts": False, "seconds": None, "reason": reason}
+        return {"library": case.library, "name": case.name, "converts": False, "planning": None, "reason": reason}
 
 
 def save(rows: list[dict[str, Any]], before: dict[str, Any]) -> None:
@@ -170,8 +184,8 @@ def save(rows: list[dict[str, Any]], before: dict[str, Any]) -> None:
 
 def main(names: list[str], resume: bool, seconds: float, processes: int) -> None:
     before = json.loads(OUTPUT.read_text()) if (names or resume) and OUTPUT.exists() else {"rows": []}
-    # Older versions wrote no seconds.
-    known = {f"{row['library']} {row['name']}" for row in before["rows"] if "seconds" in row}
+    # Older versions wrote no planning.
+    known = {f"{row['library']} {row['name']}" for row in before["rows"] if "planning" in row}
     wanted = [case for case in cases() if not names or case.name in names]
     wanted.sort(key=lambda case: not case.with_example)  # small ones first
     chosen = [f"{case.library} {case.name}" for case in wanted]

@@ -1,15 +1,18 @@
 """The networks that `scripts/check_conversion.py` converts, with inputs for them.
 
-Those of transformers, ultralytics, segmentation_models_pytorch, MONAI and open_clip need these libraries, which this
-package does not depend on; those of a library that is not installed are left out.
+Those of other libraries than torchvision and timm need these libraries, which this package does not depend on; those
+of a library that is not installed are left out.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import timm
 import torch
 import torchvision
@@ -26,7 +29,7 @@ TIMM = {
     "resnest14d": 64, "test_resnet": 64, "resnetv2_50": 64, "rexnet_100": 64, "selecsls42b": 64,
     "legacy_seresnet18": 64, "shvit_s1": 224, "skresnet18": 64, "starnet_s1": 64, "swiftformer_xs": 224,
     "tiny_vit_5m_224": 224, "tresnet_m": 64, "vgg11_bn": 64, "visformer_tiny": 224, "volo_d1_224": 224,
-    "ese_vovnet19b_slim_dw": 64, "xception41": 64, "xcit_nano_12_p16_224": 224,
+    "ese_vovnet19b_slim_dw": 64, "xception41": 64, "xcit_nano_12_p16_224": 224, "tf_efficientnet_cc_b0_4e": 64,
 }  # fmt: skip
 """A small network of each family, and the side of the images it is checked with."""
 
@@ -48,6 +51,7 @@ class Case:
         build: makes it, with random weights.
         inputs: makes a batch of so many images: a tensor, a tuple of inputs or a dict of named ones.
         with_example: whether it is converted with an example, or with what `convert` makes up.
+        group: images per statistics group when its gradients are checked; None, a whole batch, for rows of a table.
     """
 
     library: str
@@ -55,6 +59,13 @@ class Case:
     build: Callable[[], nn.Module]
     inputs: Callable[[int], Any]
     with_example: bool = True
+    group: int | None = 1
+
+
+def made(path: str, *args: Any, **options: Any) -> Any:
+    """What the function or class at `path` makes, imported only now."""
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(module), name)(*args, **options)
 
 
 def images(*shape: int, most: int = 4) -> Callable[[int], Any]:
@@ -84,6 +95,12 @@ def cases() -> Iterator[Case]:
             yield from others()
     yield from videos()
     yield from detectors()
+    yield from dcgan()
+    for path, (options, inputs) in MORE.items():
+        package, name = path.split(".")[0], path.rpartition(".")[2]
+        if find_spec(package) is not None:
+            group = None if inputs in (CELLS, GRAPH) else 1
+            yield Case(package, name, partial(made, path, **options), inputs, group=group)
 
 
 def detectors() -> Iterator[Case]:
@@ -155,12 +172,6 @@ def transformers() -> Iterator[Case]:
     yield Case("transformers", "RTDetr, detection", build, pixel_values(128))
 
 
-def of_ultralytics(name: str, kind: str) -> nn.Module:
-    from ultralytics.nn import tasks
-
-    return getattr(tasks, kind)(f"{name}.yaml", verbose=False)
-
-
 def ultralytics() -> Iterator[Case]:
     kinds = {"-seg": "SegmentationModel", "-pose": "PoseModel", "-cls": "ClassificationModel"}
     for name in (
@@ -175,27 +186,16 @@ def ultralytics() -> Iterator[Case]:
         "yolo11n-cls",
     ):
         kind = next((kind for ending, kind in kinds.items() if name.endswith(ending)), "DetectionModel")
-        yield Case("ultralytics", name, partial(of_ultralytics, name, kind), images(3, 64, 64))
-
-
-def of_smp(kind: str, encoder: str) -> nn.Module:
-    import segmentation_models_pytorch as smp
-
-    return getattr(smp, kind)(encoder, encoder_weights=None, classes=3)
+        build = partial(made, f"ultralytics.nn.tasks.{kind}", f"{name}.yaml", verbose=False)
+        yield Case("ultralytics", name, build, images(3, 64, 64))
 
 
 def segmentation_models() -> Iterator[Case]:
-    for name in SMP:
-        side = 128 if name == "PAN" else 64
-        yield Case("segmentation_models_pytorch", name, partial(of_smp, name, "resnet18"), images(3, side, side))
-    build = partial(of_smp, "Unet", "mobilenet_v2")
-    yield Case("segmentation_models_pytorch", "Unet, mobilenet_v2", build, images(3, 64, 64))
-
-
-def of_monai(kind: str, options: dict[str, Any]) -> nn.Module:
-    from monai.networks import nets
-
-    return getattr(nets, kind)(**options)
+    for kind, encoder in [*((kind, "resnet18") for kind in SMP), ("Unet", "mobilenet_v2")]:
+        side = 128 if kind == "PAN" else 64
+        build = partial(made, f"segmentation_models_pytorch.{kind}", encoder, encoder_weights=None, classes=3)
+        name = kind if encoder == "resnet18" else f"{kind}, {encoder}"
+        yield Case("segmentation_models_pytorch", name, build, images(3, side, side))
 
 
 def monai() -> Iterator[Case]:
@@ -213,7 +213,7 @@ def monai() -> Iterator[Case]:
         "ResNet10, 3D": ("resnet10", {"spatial_dims": 3, "n_input_channels": 1, "num_classes": 2}, deep),
     }
     for name, (kind, options, inputs) in built.items():
-        yield Case("MONAI", name, partial(of_monai, kind, options), inputs)
+        yield Case("MONAI", name, partial(made, f"monai.networks.nets.{kind}", **options), inputs)
 
 
 def of_open_clip() -> Any:
@@ -231,6 +231,99 @@ def clip() -> Iterator[Case]:
     yield Case("open_clip", "CLIP with a ResNet", of_open_clip, inputs)
     yield Case("open_clip", "ModifiedResNet", lambda: of_open_clip().visual, images(3, 64, 64))
 
+
+def dcgan() -> Iterator[Case]:
+    """PyTorch's example, with fewer channels."""
+
+    def blocks(conv: type[nn.Module], widths: tuple[int, ...], activation: nn.Module) -> Iterator[nn.Module]:
+        for before, after in pairwise(widths):
+            yield from (conv(before, after, 4, 2, 1, bias=False), nn.BatchNorm2d(after), activation)
+
+    def generator() -> nn.Module:
+        first = nn.ConvTranspose2d(100, 64, 4, bias=False), nn.BatchNorm2d(64), nn.ReLU(True)
+        last = nn.ConvTranspose2d(8, 3, 4, 2, 1, bias=False), nn.Tanh()
+        return nn.Sequential(*first, *blocks(nn.ConvTranspose2d, (64, 32, 16, 8), nn.ReLU(True)), *last)
+
+    def discriminator() -> nn.Module:
+        first = nn.Conv2d(3, 8, 4, 2, 1, bias=False), nn.LeakyReLU(0.2, True)
+        last = nn.Conv2d(64, 1, 4, bias=False), nn.Sigmoid()
+        return nn.Sequential(*first, *blocks(nn.Conv2d, (8, 16, 32, 64), nn.LeakyReLU(0.2, True)), *last)
+
+    yield Case("DCGAN", "generator", generator, images(100, 1, 1))
+    yield Case("DCGAN", "discriminator", discriminator, images(3, 64, 64))
+
+
+def words(count: int) -> Any:
+    return {"x": torch.randn(count, 3, 32, 128), "target": ["batch"] * count, "return_model_output": True}
+
+
+def pages(count: int) -> Any:
+    target = [{"words": np.array([[0.1, 0.1, 0.6, 0.4]], np.float32)}] * count
+    return {"x": torch.randn(count, 3, 128, 128), "target": target, "return_model_output": True}
+
+
+def speech(count: int) -> Any:
+    return torch.randn(count, 64, 100), torch.full((count,), 100)
+
+
+def graph(count: int) -> Any:
+    """A ring of nodes."""
+    return torch.randn(12, 16), torch.stack([torch.arange(12), torch.arange(12).roll(1)])
+
+
+CELLS, GRAPH, NOISE = images(16), graph, images(16)
+FACES, PATCHES, PEOPLE, EEG, SERIES, FRAMES = (
+    images(3, 64, 64), images(1, 32, 32), images(3, 160, 64), images(22, 500), images(3, 60), images(50, 40),
+)  # fmt: skip
+EEG_OPTIONS: Any = {"n_chans": 22, "n_outputs": 4, "n_times": 500}
+SERIES_OPTIONS: Any = {"c_in": 3, "c_out": 4, "seq_len": 60}
+GNN: Any = {"in_channels": 16, "hidden_channels": 16, "num_layers": 3, "norm": "batch_norm"}
+ID: Any = {"num_classes": 8, "pretrained": False}
+DOCTR: Any = {"pretrained": False, "pretrained_backbone": False}
+MORE: dict[str, tuple[dict[str, Any], Callable[[int], Any]]] = {
+    "pytorchcv.models.ibnresnet.ibn_resnet50": ({}, images(3, 224, 224, most=2)),
+    "pytorchcv.models.diapreresnet_cifar.diapreresnet20_cifar10": ({}, images(3, 32, 32)),
+    "pytorchcv.models.simplepose_coco.simplepose_resnet18_coco": ({"in_size": (64, 64)}, FACES),
+    "pytorchcv.models.bisenet.bisenet_resnet18_celebamaskhq": ({"in_size": (64, 64)}, FACES),
+    "pytorchcv.models.octresnet.octresnet10_ad2": ({}, images(3, 224, 224, most=2)),
+    "pytorchcv.models.quartznet.quartznet5x5_en_ls": ({"in_channels": 64, "from_audio": False}, speech),
+    "kornia.feature.HardNet": ({"pretrained": False}, PATCHES),
+    "kornia.feature.SOSNet": ({"pretrained": False}, PATCHES),
+    "kornia.feature.KeyNet": ({"pretrained": False}, PATCHES),
+    "kornia.models.dexined.DexiNed": ({"pretrained": False}, FACES),
+    "doctr.models.recognition.crnn_vgg16_bn": (DOCTR, words),
+    "doctr.models.recognition.sar_resnet31": (DOCTR, words),
+    "doctr.models.detection.db_mobilenet_v3_large": (DOCTR, pages),
+    "speechbrain.lobes.models.ECAPA_TDNN.ECAPA_TDNN": ({"input_size": 40, "channels": [32] * 4 + [96]}, FRAMES),
+    "speechbrain.lobes.models.Xvector.Xvector": ({}, FRAMES),
+    "speechbrain.lobes.models.CRDNN.CRDNN": ({"input_size": 40, "rnn_neurons": 32, "dnn_neurons": 32}, FRAMES),
+    "braindecode.models.EEGNet": (EEG_OPTIONS, EEG),
+    "braindecode.models.Deep4Net": (EEG_OPTIONS, EEG),
+    "braindecode.models.EEGInceptionERP": (EEG_OPTIONS, EEG),
+    "braindecode.models.ATCNet": ({**EEG_OPTIONS, "sfreq": 250}, EEG),
+    "tsai.models.InceptionTime.InceptionTime": (SERIES_OPTIONS, SERIES),
+    "tsai.models.TST.TST": ({**SERIES_OPTIONS, "d_model": 32, "d_ff": 32}, SERIES),
+    "tsai.models.RNN_FCN.LSTM_FCN": (SERIES_OPTIONS, SERIES),
+    "tsai.models.XCM.XCM": (SERIES_OPTIONS, SERIES),
+    "torch_geometric.nn.GCN": (GNN, GRAPH),
+    "torch_geometric.nn.GIN": (GNN, GRAPH),
+    "scvi.nn.Encoder": ({"n_input": 16, "n_output": 4, "n_layers": 2}, CELLS),
+    "scvi.nn.FCLayers": ({"n_in": 16, "n_out": 4, "n_layers": 3}, CELLS),
+    "lightly.models.modules.SimSiamProjectionHead": ({"input_dim": 16, "hidden_dim": 16, "output_dim": 16}, CELLS),
+    "lightly.models.modules.BYOLProjectionHead": ({"input_dim": 16, "hidden_dim": 32, "output_dim": 8}, CELLS),
+    "lightly.models.ResNetGenerator": ({"name": "resnet-9"}, images(3, 32, 32)),
+    "fastai.vision.models.xresnet.xresnet18": ({}, FACES),
+    "fastai.vision.learner.create_unet_model": (
+        {"arch": torchvision.models.resnet18, "n_out": 2, "img_size": (64, 64), "pretrained": False}, FACES,
+    ),
+    "fastai.vision.gan.basic_critic": ({"in_size": 64, "n_channels": 3, "n_features": 8}, FACES),
+    "fastai.vision.gan.basic_generator": ({"out_size": 64, "n_channels": 3, "in_sz": 16, "n_features": 8}, NOISE),
+    "torchreid.reid.models.osnet.osnet_x0_25": (ID, PEOPLE),
+    "torchreid.reid.models.osnet_ain.osnet_ain_x0_25": (ID, PEOPLE),
+    "torchreid.reid.models.hacnn.HACNN": ({"num_classes": 8, "use_gpu": False}, PEOPLE),
+    "torchreid.reid.models.mlfn.mlfn": (ID, PEOPLE),
+}  # fmt: skip
+"""Where each is, the options that it is made with, and its inputs."""
 
 OTHERS = {
     "transformers": transformers, "ultralytics": ultralytics, "segmentation_models_pytorch": segmentation_models,

@@ -9,6 +9,7 @@ import argparse
 import json
 import random
 import re
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ def imagenet(benchmarks: Records) -> list[dict[str, Any]]:
 
 
 def conversion(rows: list[dict[str, Any]]) -> dict[str, Content]:
-    """Networks that convert, by library, and those that do not, for docs/conversion.md."""
+    """Networks that convert, by library, how long it takes, and those that do not, for docs/conversion.md."""
 
     def largest(rows: list[dict[str, Any]], *names: str) -> str:
         return f"{max(row[name] for row in rows for name in names if name in row):.0e}"
@@ -98,7 +99,15 @@ def conversion(rows: list[dict[str, Any]]) -> dict[str, Content]:
         })  # fmt: skip
     failed = [{"does not convert": f"`{row['name']}`", "why": row["reason"]} for row in rows if not row["converts"]]
     failed = failed or [{"does not convert": "none", "why": "all of them convert"}]
-    return {"libraries": frame(shares), "unsupported": frame(failed)}
+    timed = sorted((row for row in rows if row.get("planning") is not None), key=lambda row: row["planning"])
+    median, slowest = statistics.median(row["planning"] for row in timed), timed[-1]
+    slow = [f"`{row['name']}`" for row in timed if row["planning"] > 15 and row["forward"] < 1]
+    planning = (
+        f"On one core, `convert` took {median:.1f} s in the median of {len(timed)} networks, and at most "
+        f"{slowest['planning']:.1f} s (`{slowest['name']}`; a forward pass: {slowest['forward']:.1f} s). It took more "
+        f"than 15 s, for a forward pass of less than 1 s, for {', '.join(slow) or 'none'}."
+    )
+    return {"libraries": frame(shares), "planning": planning, "unsupported": frame(failed)}
 
 
 def attacks(records: dict[str, Any]) -> Content:
