@@ -349,36 +349,6 @@ def test_test_images_are_not_chosen_by_and_have_intervals(mine, capsys):
         assert (record["split"], record["rows"][0]["images"]) == (split, count)
 
 
-def test_options_override_the_recipe_wherever_they_stand():
-    line = "--data D --augmentation.crop 0.25 --norm_options.warmup=100 recipes/x.toml --lr 5e-2 --weight_decay .003"
-    line += " --statistics_batch None --seed 01 --graph False --model m --augmentation.flip true --ema 0 --freeze"
-    args, overrides = parse(line.split())
-    assert (args.recipe, args.data) == (Path("recipes/x.toml"), Path("D"))
-    assert overrides == {
-        "augmentation.crop": 0.25, "augmentation.flip": True, "norm_options.warmup": 100, "lr": 0.05, "seed": 1,
-        "statistics_batch_size": None, "weight_decay": 0.003, "graph": False, "model": "m", "ema": 0, "freeze": True,
-    }  # fmt: skip
-    args, overrides = parse(["--data", "D", "--augmentation.crop", "0.25"])
-    assert (args.recipe, overrides) == (None, {"augmentation.crop": 0.25})
-
-
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        ("--epochs", "--epochs"),
-        ("--private", "--private"),
-        ("one two", "two"),
-        ("--workers -1", "'-1' is not a whole number of at least 0"),
-        ("--augmentation.crop=", "--augmentation.crop needs a value"),
-    ],
-)
-def test_unknown_or_incomplete_option_is_refused(wrong, says, capsys):
-    with pytest.raises(SystemExit) as caught:
-        parse(["--data", "D", *wrong.split()])
-    assert caught.value.code == 2
-    assert says in capsys.readouterr().err.splitlines()[-1]
-
-
 @pytest.mark.parametrize(
     ("images", "given", "sizes"),
     [

@@ -73,10 +73,14 @@ def test_help_of_train_describes_every_option(capsys):
 
 
 def test_underscores_and_old_names_are_accepted():
-    words = ["photos", "--weight_decay", "0.1", "--batch-size=8", "--norm_options.shared_process_noise", "false"]
+    words = ["--weight_decay", ".1", "photos", "--batch-size=8", "--norm_options.shared_process_noise", "false"]
+    words += ["--statistics_batch", "None", "--augmentation.crop", "5e-2", "--freeze"]
     args, overrides = parse(words)
     assert (args.recipe, args.data) == (None, Path("photos"))
-    assert overrides == {"weight_decay": 0.1, "gradient_batch": 8, "norm_options.shared_process_noise": False}
+    assert overrides == {
+        "weight_decay": 0.1, "gradient_batch": 8, "norm_options.shared_process_noise": False,
+        "statistics_batch_size": None, "augmentation.crop": 0.05, "freeze": True,
+    }  # fmt: skip
     assert parse([word.replace("_", "-") for word in words])[1] == overrides
     found = options.classify_parser().read(["x.png", "--top_k", "3", "--model", "better"])
     assert (found.top_k, found.checkpoint) == (3, "better")
@@ -101,11 +105,15 @@ def test_serve_takes_checkpoints_by_their_usual_name(monkeypatch):
         ("train", "the folder of the data set is missing"),
         ("train r.toml", "r.toml is a recipe: add the folder of the data set"),
         ("train a b photos", "unrecognized arguments: b"),
+        ("train photos --epochs", "argument --epochs: expected one argument"),
+        ("train photos --private", "--private is for --publish"),
+        ("train photos --workers -1", "'-1' is not a whole number of at least 0"),
+        ("train photos --augmentation.crop=", "--augmentation.crop needs a value"),
         ("evaluate better photos --split all", "photos has 2 classes, but better has 3"),
         ("evaluate better", "the folder of the data set is missing"),
     ],
 )
-def test_commands_say_which_folder_is_missing(words, told, capsys):
+def test_commands_say_what_is_missing_or_wrong(words, told, capsys):
     Path("r.toml").touch()
     assert told in said(capsys, *words.split())
 
