@@ -243,6 +243,17 @@ def test_mixed_channels_have_no_prior_rather_than_a_wrong_one(mixed):
     assert converted.report.guesses == ()
 
 
+def test_pixels_and_patches_are_followed():
+    """A network may begin with pixels as channels, as TResNet does, and sum overlapping patches, as VOLO does."""
+    layers = {"c1": conv(12, 4), "n1": norm(4), "n2": norm(4)}
+
+    def forward(m, x):
+        x = m.n1(m.c1(F.pixel_unshuffle(x, 2)))
+        return m.n2(F.fold(F.unfold(x, 3, padding=1), x.shape[2:], 3, padding=1))
+
+    assert priors(plan_of(forward, **layers))["n2"] == {"n1": 4}
+
+
 def test_features_seen_before_need_a_weight_per_channel():
     """As in a DenseNet, where each norm sees all features again and a few new ones."""
     layers = {"c1": conv(3, 4), "n1": norm(4), "c2": conv(4, 2), "n2": norm(6), "c3": conv(6, 2), "n3": norm(8)}

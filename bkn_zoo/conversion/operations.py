@@ -6,6 +6,7 @@ all "add". For operations that are not in the table, the planner guesses, and re
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -134,6 +135,17 @@ def pad(o: Operation) -> Tag:
     return o.ledger.renumbered(fit_shape(channels, o.shape), fit_shape(tag.images, o.shape))
 
 
+def fold_patches(o: Operation) -> Tag:
+    """Adds overlapping patches. The positions of a patch are next to each other in the input, channel by channel."""
+    x, positions = o.tensors[0], prod(o.given("kernel_size"))
+
+    def patches(numbers: Tensor) -> Tensor:
+        return numbers.expand(*numbers.shape[:-2], x.shape[-2], -1).unflatten(-2, (-1, positions))
+
+    channels = patches(o.first.channels).amax((-2, -1), keepdim=True)  # the padding of patches is NOTHING, the smallest
+    return o.ledger.renumbered(channels, without(patches(o.first.images), [-2, -1]))
+
+
 def reduce(o: Operation) -> Tag | None:
     """Removes dimensions. Stacked branches count as a sum. All channels in one value, or images, are mixed."""
     if o.given("other") is not None:  # max(x, y), an elementwise operation
@@ -230,6 +242,7 @@ TABLE: tuple[tuple[Callable[[Operation], Any], str], ...] = (
     (linear, "linear"),
     (contract, "mm bmm addmm baddbmm"),
     (pad, "constant_pad_nd"),
+    (fold_patches, "col2im"),
     (pass_on, """relu leaky_relu prelu_kernel elu celu gelu silu hardswish hardtanh mish softplus softshrink hardshrink
         threshold rrelu_with_noise log_sigmoid_forward native_dropout abs ceil clamp clamp_min clamp_max cos erf exp
         expm1 fill floor floor_divide log log1p logit masked_fill nan_to_num neg pow reciprocal remainder round rsqrt
