@@ -159,31 +159,25 @@ def words(name):
 
 def test_findings_about_norms_follow_from_the_records(lead):
     text, readme, full = words("docs/results.md"), words("README.md"), "cifar100_full"
-    assert "With two images per group on CIFAR-100, BKN ends above BN, BRN and GroupNorm. It is above BN with" in text
-    assert "with two images it is more accurate than BN, batch renormalization and group normalization" in readme
+    assert "BKN is ahead of BN with two images by every rule." in text
     rules = (None, *MODES, "EvalNorm", "example weighing", "recalibrated")
     assert all(lead(full, "bkn.128-2", "bn.128-2", rule).verdict() == "held" for rule in rules)
-    assert lead(full, "bkn.128-2", "gn.128-128").verdict() == "held"
-    assert lead(full, "bkn.128-2", "brn.128-2").verdict() == "held"
-    assert "and within chance of BN with 128 images per group." in text
-    assert lead(full, "bkn.128-2", "bn.128-128").verdict() == "within chance"
-    assert "With one image per group, BKN ends ten points above BN." in text
-    assert "with one, ten points more accurate than BN." in readme
-    assert round(lead(full, "bkn.128-1", "bn.128-1").value) == 10
-    assert "With eight images per group, BKN and BN end level." in text
-    assert "with eight or more images: BN is as accurate" in readme
+    assert "By that rule BKN with two images against BN with 128 is undecided." in text
+    assert lead(full, "bkn.128-2", "bn.128-128").verdict(same=True) == "undecided"
+    assert "| 8 and more | BN | BKN ends level and has more parameters |" in text
+    assert "with eight or more images (BN is as accurate and smaller)" in readme
     assert lead(full, "bkn.128-8", "bn.128-8").verdict(same=True) == "held"
-    assert "On CIFAR-10 the gain over BN is one point, with two images per group and with one." in text
-    for few in ("128-2", "128-1"):
-        found = lead("cifar10_full", f"bkn.{few}", f"bn.{few}")
-        assert (found.verdict(), round(found.value)) == ("held", 1)
-    assert "BKN ends five points above BN with Inception-v2 (one seed)." in text
+    assert "Tiny ImageNet: five points more than BN, one seed" in text
     found = lead("tiny_full", "bkn.256-4", "bn.256-4")
     assert (found.verdict(), round(found.value)) == ("held (one seed)", 5)
-    assert "on Tiny ImageNet it is five points more accurate than BN, but we trained BN with one seed only." in readme
-    assert "With ResNet101 it is ten points above a single seed of BN; this is within chance." in text
-    found = lead("tiny_resnet_full", "bkn.256-4", "bn.256-4")
-    assert (found.verdict(), round(found.value)) == ("within chance", 10)
+    assert "two points with one image after a short training, and nothing beyond chance after a full one." in text
+    short, long = (lead(each, "bkn.128-1", "bkn.128-1.link=False") for each in ("cifar100", full))
+    assert (short.verdict(), round(short.value), long.verdict()) == ("held", 2, "within chance")
+    assert "it is four of the five points" in text
+    assert "with `sample` it is five of 37." in text
+    for rule, link, whole in ((None, 4, 5), ("sample", 5, 37)):
+        assert round(lead("tiny_full", "bkn.256-4", "bkn.256-4.link=False", rule).value) == link
+        assert round(lead("tiny_full", "bkn.256-4", "bn.256-4", rule).value) == whole
 
 
 @pytest.mark.parametrize("lite", [0, 2])
