@@ -47,6 +47,8 @@ PIXELS_PER_CORE = 12_500_000
 BACKLOG = 4
 # Seconds that a later, smaller input may overtake, for each byte and for each estimated second of an image.
 HANDICAP_PER_BYTE, HANDICAP_PER_SECOND = 5e-7, 10
+# The largest where images are estimated, and decoded if they are cheap: photographs of megabytes wait no longer.
+MOST_HANDICAP = 0.2
 
 Result = TypeVar("Result")
 
@@ -154,7 +156,8 @@ class Decoders:
         return await self._texts.run(1, HANDICAP_PER_BYTE * size, parse, *arguments)
 
     async def prepare(self, classifier: Classifier, image: bytes) -> Tensor:
-        found = await self._small.run(1, HANDICAP_PER_BYTE * len(image), self._prepare_if_cheap, classifier, image)
+        handicap = min(HANDICAP_PER_BYTE * len(image), MOST_HANDICAP)
+        found = await self._small.run(1, handicap, self._prepare_if_cheap, classifier, image)
         if isinstance(found, Tensor):
             return found
         pixels, handicap = min(found.pixels, self.max_pixels), HANDICAP_PER_SECOND * min(found.seconds, 1.0)

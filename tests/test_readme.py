@@ -164,7 +164,7 @@ def test_findings_about_norms_follow_from_the_records(lead):
     assert all(lead(full, "bkn.128-2", "bn.128-2", rule).verdict() == "held" for rule in rules)
     assert "By that rule BKN with two images against BN with 128 is undecided." in text
     assert lead(full, "bkn.128-2", "bn.128-128").verdict(same=True) == "undecided"
-    assert "| 8 and more | BN | BKN ends level and has more parameters |" in text
+    assert "| 8 and more | BN | BKN ends level and has more parameters" in text
     assert "with eight or more images (BN is as accurate and smaller)" in readme
     assert lead(full, "bkn.128-8", "bn.128-8").verdict(same=True) == "held"
     assert "Tiny ImageNet: five points more than BN, one seed" in text
