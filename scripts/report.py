@@ -1,8 +1,9 @@
 """Fills the tables and numbers of the documents from the JSON files under results/ and the checkpoints' configs.
 
-python scripts/report.py      # docs/performance.md and its plot, docs/runs.md, MODEL_CARD.md, the cards
-                              # of checkpoints/, and tables of README.md, docs/imagenet.md,
-                              # docs/service.md and docs/conversion.md; those of studies: scripts/study.py --table
+python scripts/report.py                # docs/performance.md and its plot, docs/runs.md, MODEL_CARD.md, the cards of
+                                        # checkpoints/, and tables of README.md, docs/imagenet.md, docs/service.md and
+                                        # docs/conversion.md; those of studies: scripts/study.py --table
+python scripts/report.py --sample 25    # prints 25 random sentences with numbers, and where these come from
 """
 
 import argparse
@@ -43,7 +44,7 @@ def regions() -> dict[Path, dict[str, Content]]:
         DOCS / "service.md": {"attacks": attacks(json.loads((RESULTS / "attack.json").read_text()))},
         DOCS / "conversion.md": conversion(json.loads((RESULTS / "conversion.json").read_text())["rows"]),
         ROOT / "MODEL_CARD.md": zoo_card(configs, RESULTS),
-        ROOT / "README.md": {"checkpoints": frame(short_list(configs))},
+        ROOT / "README.md": {"checkpoints": frame(short_list(configs, RESULTS))},
     }
 
 

@@ -105,13 +105,10 @@ class Replication(Study):
         return pages(self.plan, records, *newer())
 
     def figures(self, records: Mapping[str, Record]) -> dict[str, Any]:
-        from studies.replication_page import gains_figure, group_size_figure, rules_figure
+        from studies.replication_page import gains_figure, group_size_figure, norms_by_group, rules_figure
 
-        return {
-            "group_sizes": group_size_figure(self.plan, records, *newer()),
-            "rules": rules_figure(self.plan, records),
-            "gains": gains_figure(self.plan, records, *newer()),
-        }
+        norms = norms_by_group(self.plan, records, *newer())
+        return {"group_sizes": group_size_figure(norms), "rules": rules_figure(norms), "gains": gains_figure(norms)}
 
 
 STUDY = Replication()

@@ -43,7 +43,7 @@ def pages(plan: Plan, records: Mapping[str, Record], newer: Plan, fresh: Mapping
     lengths = _lengths(plan, records)
     return {
         DOCS / "results.md": {
-            "headline": frame(_headline(plan, records, newer, fresh)),
+            "headline": frame(_headline(norms_by_group(plan, records, newer, fresh))),
             "standardized": sections(newer, fresh)["full"][2],
             "full_length": full_length_table(full_lengths(read_twins(RESULTS))),
             "verdicts": str(count),
@@ -265,6 +265,10 @@ STYLES = {
     "GroupNorm": ("#2ca02c", "--"), "BN": ("#d62728", "--"), "BRN": ("#ff7f0e", "--"),
 }  # fmt: skip
 """Colour and line of each norm, in the order of the table."""
+PALETTE = ("#1f77b4", "#2ca02c", "#d62728")
+"""Colours of groups of 1, 2 and 8 images."""
+LOWEST = 60
+"""Where the axis of the first figure begins, in percent."""
 
 
 def _tuned(label: str) -> str:
@@ -272,89 +276,97 @@ def _tuned(label: str) -> str:
     return ", ".join(part for part in label.split(", ") if not part.startswith(("lr =", "initial gain =")))
 
 
-def _headline_cells(
-    label: str, plan: Plan, records: Mapping[str, Record], newer: Plan, fresh: Mapping[str, Record]
-) -> dict[int, Cell]:
-    """One norm's results at full length by images per group, at its tuned rate if it was tuned."""
-    cells = [cell(arm, records) for arm in plan.arms.values() if (arm.setting, arm.label) == (FULL, label)]
-    cells += [cell(arm, fresh) for arm in newer.arms.values() if (arm.setting, _tuned(arm.label)) == (FULL, label)]
-    best_last = sorted((each for each in cells if each.good), key=lambda each: mean(each.top1(images="validation")))
-    found = {each.arm.group: each for each in best_last}
-    return dict.fromkeys(GROUPS, found[128]) if label.startswith(ANY_GROUP) and found else found
+Norms = dict[str, dict[int, Cell]]
+"""The results of each norm at full length, by its label and the images per group."""
 
 
-def _headline(
-    plan: Plan, records: Mapping[str, Record], newer: Plan, fresh: Mapping[str, Record]
-) -> list[dict[str, Any]]:
-    """Each norm by images per group, on CIFAR-100, after a full training."""
-    rows = []
-    for label in STYLES:
-        if found := _headline_cells(label, plan, records, newer, fresh):
-            tops = {shown: spread(found[group].top1()) if group in found else "" for group, shown in GROUPS.items()}
-            rows.append({"CIFAR-100, 60 epochs, top-1 (%)": label, **tops,
-                         "seeds": least_to_most(len(each.good) for each in found.values())})  # fmt: skip
-    return rows
+def norms_by_group(plan: Plan, records: Mapping[str, Record], newer: Plan, fresh: Mapping[str, Record]) -> Norms:
+    """The norms of STYLES on CIFAR-100, with the learning rate and gain that were best on validation images."""
+    every = [(arm.label, cell(arm, records)) for arm in plan.arms.values() if arm.setting == FULL]
+    every += [(_tuned(arm.label), cell(arm, fresh)) for arm in newer.arms.values() if arm.setting == FULL]
+    every = [(label, each) for label, each in every if each.good]
+    every.sort(key=lambda pair: mean(pair[1].top1(images="validation")))
+    found = {label: {each.arm.group: each for own, each in every if own == label} for label in STYLES}
+    for label, cells in found.items():
+        if label.startswith(ANY_GROUP) and cells:
+            found[label] = dict.fromkeys(GROUPS, cells[128])
+    return {label: cells for label, cells in found.items() if cells}
 
 
-def group_size_figure(plan: Plan, records: Mapping[str, Record], newer: Plan, fresh: Mapping[str, Record]) -> Any:
+def _headline(norms: Norms) -> list[dict[str, Any]]:
+    """Each norm by images per group."""
+    return [
+        {f"top-1 (%): {_about(norms)}": label}
+        | {shown: spread(cells[group].top1()) if group in cells else "" for group, shown in GROUPS.items()}
+        | {"seeds": least_to_most(len(each.good) for each in cells.values())}
+        for label, cells in norms.items()
+    ]
+
+
+def _about(norms: Norms) -> str:
+    """Data, length and batches of the comparison."""
+    run = next(iter(norms["BKN"].values())).arm.runs[0]
+    return f"CIFAR-100, {run.recipe.epochs} epochs, gradient batches of {run.recipe.gradient_batch}"
+
+
+def group_size_figure(norms: Norms) -> Any:
     """Accuracy over images per group after a full training: a line for each norm, with the deviation over seeds."""
     figure, axes = _new_figure((8.6, 4.4))
-    groups = sorted(GROUPS)
-    for label, (colour, line) in STYLES.items():
-        found = _headline_cells(label, plan, records, newer, fresh)
-        tops = {groups.index(group): found[group].top1() for group in groups if group in found}
-        means, deviations = [mean(each) for each in tops.values()], [stdev(each) for each in tops.values()]
+    groups, hidden = sorted(GROUPS), []
+    for label, cells in norms.items():
+        colour, line = STYLES[label]
+        tops = {groups.index(group): cells[group].top1() for group in groups if group in cells}
+        means = [mean(each) for each in tops.values()]
+        deviations = [stdev(each) if len(each) > 1 else 0.0 for each in tops.values()]
         marker = "" if label.startswith(ANY_GROUP) else "o"
         width = 3 if label == next(iter(STYLES)) else 1.6
         shown = label.replace(", channels per group = 8", "").replace("standardized weights", "standardized")
+        hidden += [
+            f"{shown}, groups of {group}" for group in groups if group in cells and mean(cells[group].top1()) < LOWEST
+        ]
         axes.errorbar(list(tops), means, deviations, color=colour, linestyle=line, marker=marker, linewidth=width,
                       capsize=4, label=shown)  # fmt: skip
     axes.set_xticks(range(len(groups)), list(map(str, groups)))
     axes.set_xlabel("images that share one mean and variance in training")
     axes.set_ylabel("top-1 accuracy (%)")
-    axes.set_ylim(60, None)
-    axes.set_title("CIFAR-100, 60 epochs, gradient batches of 128; below 60 %: BRN with one image", fontsize=10)
+    axes.set_ylim(LOWEST, None)
+    axes.set_title(f"{_about(norms)}\nbelow the axis: {', '.join(hidden) or 'none'}", fontsize=10)
     figure.legend(loc="outside right upper", frameon=False)
     return figure
 
 
-def rules_figure(plan: Plan, records: Mapping[str, Record]) -> Any:
+def rules_figure(norms: Norms) -> Any:
     """Accuracy by the rule that gives the statistics at inference, for BN and BKN with few images per group."""
     figure, axes = _new_figure((7.6, 3.6))
     rules = {"population": "population", "sample": "sample", "expected": "expected", "EvalNorm": "EvalNorm",
              "example weighing": "example\nweighing"}  # fmt: skip
-    for norm, line in (("bn", "--"), ("bkn", "-")):
-        for group, colour in ((1, "#1f77b4"), (2, "#2ca02c"), (8, "#d62728")):
-            each = cell(plan.arms[f"{FULL}.{norm}.128-{group}"], records)
+    for norm, line in (("BN", "--"), ("BKN", "-")):
+        for group, colour in zip((1, 2, 8), PALETTE, strict=True):
+            each = norms[norm][group]
             tops = {place: top1 for place, rule in enumerate(rules) if (top1 := each.top1(rule))}
             axes.plot(list(tops), [mean(top1) for top1 in tops.values()], line, color=colour, marker="o",
                       label=f"{each.arm.label}, {group} per group")  # fmt: skip
     axes.set_xticks(range(len(rules)), list(rules.values()))
     axes.set_ylabel("top-1 accuracy (%)")
-    axes.set_title("CIFAR-100, 60 epochs, trained without standardized weights", fontsize=10)
+    axes.set_title(f"{_about(norms)}, without standardized weights", fontsize=10)
     figure.legend(loc="outside right upper", frameon=False)
     return figure
 
 
-def gains_figure(plan: Plan, records: Mapping[str, Record], newer: Plan, fresh: Mapping[str, Record]) -> Any:
+def gains_figure(norms: Norms) -> Any:
     """The gain of every norm after a full training, from the first to the last, for groups of several sizes."""
     figure, axes = _new_figure((9, 3.6), 2)
-    options = "initial_gain=0.1,lr=0.4,standardized_weights=True"
-    for place, groups, suffix, source, known in (
-        (axes[0], (1, 2, 8), "", plan, records), (axes[1], (1, 2), f".{options}", newer, fresh),
-    ):  # fmt: skip
-        for group, colour in zip(groups, ("#1f77b4", "#2ca02c", "#d62728"), strict=False):
-            gains = [each["gain"] for each in cell(source.arms[f"{FULL}.bkn.128-{group}{suffix}"], known).good
-                     if "gain" in each]  # fmt: skip
+    for place, label in zip(axes, ("BKN", "BKN, standardized weights"), strict=True):
+        for (group, each), colour in zip(sorted(norms[label].items()), PALETTE, strict=False):
+            gains = [record["gain"] for record in each.good if "gain" in record]
             names = list(gains[0])
-            means = [mean(each[name] for each in gains) for name in names]
+            means = [mean(of[name] for of in gains) for name in names]
             place.plot(range(len(names)), means, "o-", color=colour, markersize=4, label=f"groups of {group}")
         place.set_xticks(range(len(names)), [_place(name) for name in names], fontsize=6, rotation=90)
         place.set_ylim(-0.03, 1.03)
+        place.set_title(each.arm.label, fontsize=10)
         place.legend(frameon=False, fontsize=8)
     axes[0].set_ylabel("gain q after training")
-    axes[0].set_title("weights as they are, initial gain 0.5", fontsize=10)
-    axes[1].set_title("standardized weights, initial gain 0.1", fontsize=10)
     return figure
 
 

@@ -69,62 +69,54 @@ def _top1(metrics: Mapping[str, Mapping[str, float]]) -> str:
 
 def zoo_card(checkpoints: Mapping[str, Config], results: Path) -> dict[str, Content]:
     """The regions of MODEL_CARD.md, from the configs of all checkpoints by name and the records."""
-    rows = (_checkpoint(name, config) for name, config in sorted(checkpoints.items()))
+    rows = []
+    for name, config in sorted(checkpoints.items()):
+        about = {"checkpoint": f"[{name}](checkpoints/{name}/README.md)", "data": dataset_name(config)}
+        about |= {"classes": config.num_classes, "group": config.statistics_batch_size or "whole batch"}
+        top1 = {mode: _accuracy(name, config, mode, results, "**") for mode in MODES}
+        rows.append(about | top1)
     return {"checkpoints": frame(rows), "training": frame(_training(results))}
 
 
-def short_list(checkpoints: Mapping[str, Config]) -> list[dict[str, Any]]:
+def short_list(checkpoints: Mapping[str, Config], results: Path) -> list[dict[str, Any]]:
     """The README's table: for each checkpoint, accuracy with its default statistics."""
-    rows = []
-    for name, config in sorted(checkpoints.items()):
-        top1 = config.accuracy.get(config.default_statistics, {}).get("top1")
-        rows.append({
+    return [
+        {
             "checkpoint": f"[{name}](checkpoints/{name}/README.md)", "data": dataset_name(config),
-            "top-1 (%)": None if top1 is None else _top1_of(config, f"{top1:.2f}"),
+            "top-1 (%)": _accuracy(name, config, config.default_statistics, results),
             "classes": config.num_classes,
             "image size": f"{config.preprocessing.size} px" if config.preprocessing else None,
             "parameters": f"{parameters(config.architecture, config.num_classes) / 1e6:.1f}M",
             "default statistics": f"`{config.default_statistics}`",
-        })  # fmt: skip
-    return rows
+        }
+        for name, config in sorted(checkpoints.items())
+    ]  # fmt: skip
 
 
-def _top1_of(config: Config, shown: str) -> str:
-    """The accuracy; if it was measured on other images than the data set's, after the authors' own."""
-    if "measured_on" not in config.training:
-        return shown
-    return f"{config.training['authors_top1']} (authors); {shown} on other photographs ¹"
-
-
-def _mark(config: Config) -> str:
-    """The mark of a footnote, for accuracy on other images than those of the data set."""
-    return " ¹" if "measured_on" in config.training else ""
-
-
-def _checkpoint(name: str, config: Config) -> dict[str, Any]:
-    def shown(mode: str) -> str | None:
-        value = config.accuracy.get(mode, {}).get("top1")
-        if value is None:
-            return None
-        is_default = mode == config.default_statistics
-        return _top1_of(config, f"**{value:.2f}**") if is_default else f"{value:.2f}{_mark(config)}"
-
-    about = {"checkpoint": f"[{name}](checkpoints/{name}/README.md)", "data": dataset_name(config)}
-    group = config.statistics_batch_size or "whole batch"
-    return about | {"classes": config.num_classes, "group": group} | {mode: shown(mode) for mode in MODES}
+def _accuracy(name: str, config: Config, mode: str, results: Path, bold: str = "") -> str | None:
+    """Top-1 in a mode; the default mode in bold and, if other images were measured, after the authors' accuracy."""
+    value = config.accuracy.get(mode, {}).get("top1")
+    if value is None:
+        return None
+    is_default, footnote = mode == config.default_statistics, " ¹" if config.measured_on else ""
+    shown = f"{bold}{value:.2f}{bold}" if is_default else f"{value:.2f}"
+    if is_default and footnote:
+        reported = json.loads((results / "imported" / f"{name}.json").read_text())["reported_top1"]
+        shown = f"{reported} (authors); {shown} on other photographs"
+    return shown + footnote
 
 
 def _training(results: Path) -> list[dict[str, Any]]:
     """Runs, time and energy of `bkn-zoo train` and of the studies."""
-    pretrained = [json.loads(path.read_text()) for path in sorted((results / "pretrained").glob("*.json"))]
-    trainings = [each | {"hardware": arm["hardware"]} for arm in pretrained for each in arm.get("trainings", [])]
-    parts = {
-        "networks of the zoo, comparisons, trials": read_runs(results / "runs")
-        + read_runs(results / "runs" / "trials"),
-        "replication": read_runs(results / "reproduce"),
-        "standardized weights": read_runs(results / "standardized"),
-        "pretrained networks": trainings,
-    }
+    arms = [json.loads(path.read_text()) for path in sorted((results / "pretrained").glob("*.json"))]
+    folders = {
+        "the zoo, comparisons, trials": ["runs", "runs/trials"], "replication": ["reproduce"],
+        "standardized weights": ["standardized"],
+    }  # fmt: skip
+    parts = {what: [run for folder in of for run in read_runs(results / folder)] for what, of in folders.items()}
+    trainings = ((arm["hardware"], each) for arm in arms for each in arm.get("trainings", ()))
+    parts["pretrained networks"] = [each | {"hardware": hardware} for hardware, each in trainings]
+    parts["all of them"] = [run for runs in parts.values() for run in runs]
     rows = []
     for what, runs in parts.items():
         for hardware in sorted({run["hardware"] for run in runs}):
