@@ -63,6 +63,9 @@ class Segmenter(nn.Module):
             x = getattr(self, f"de{name}")(getattr(self, f"en{name}")(x))
         return x
 
+    def by_lambda(self, x):
+        return (lambda y: self.decoder(self.encoder(y)))(x)
+
     def by_children(self, x):
         for child in self.children():
             x = child(x)
@@ -108,7 +111,7 @@ def test_sample_of_one_value_per_channel_is_refused(shape):
         BatchKalmanNorm1d(3).eval()(torch.randn(shape), statistics="sample")
 
 
-@pytest.mark.parametrize("method", ["under_no_grad", "by_comprehension", "by_getattr", "by_children"])
+@pytest.mark.parametrize("method", ["under_no_grad", "by_comprehension", "by_lambda", "by_getattr", "by_children"])
 def test_default_statistics_apply_in_every_method(method):
     converted = evaluated(convert(Segmenter(), default_statistics="sample"))
     torch.testing.assert_close(getattr(converted, method)(X), converted(X))
@@ -219,21 +222,41 @@ def test_planning_leaves_no_trace(example):
     assert all(not tensor.is_inference() and not tensor.is_meta for tensor in seen)
 
 
-@pytest.mark.parametrize("case", ["never called", "no links"])
-def test_norms_without_links_are_reported(case):
-    class Odd(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net, self.other = layers(3, 4), layers(3, 4)
+class Odd(nn.Module):
+    def __init__(self, case):
+        super().__init__()
+        self.case, self.net, self.other = case, layers(3, 4), layers(3, 4)
 
-        def forward(self, x):
-            return self.net(x) if case == "never called" else self.net(x) + self.other(x)
+    def forward(self, x):
+        if self.case == "training" and self.training:
+            raise ValueError("targets are missing")
+        if self.case in ("never called", "training"):
+            return self.net(x)
+        if self.case == "no links":
+            return self.net(x) + self.other(x)
+        # Weights for each image, as in CondConv.
+        weights = self.net(x).mean((2, 3)).view(-1, 4, 1, 1, 1) * self.other[0].weight
+        y = nn.functional.conv2d(x.flatten(0, 1)[None], weights.flatten(0, 1), groups=len(x))
+        return self.other[1](y.view(len(x), 4, *y.shape[2:]))
 
-    expected = "1 of 2 batch norms were never called and stay batch norms: other.1"
-    if case == "no links":
-        expected = "none of the 2 norms receives a belief, so that they have no A, R and q: net.1, other.1"
-    with pytest.warns(RuntimeWarning, match=expected):
-        convert(Odd())
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("never called", r"1 of 2 batch norms stay batch norms \(never called\): other.1"),
+        ("no links", "none of the 2 norms receives a belief, so they have no A, R and q: net.1, other.1"),
+        ("generated", r"1 of 2 batch norms stay .*weights are generated per call\): other.1"),
+        ("training", "2 norms were seen in training or in evaluation mode only: net.1, other.1"),
+    ],
+)
+def test_norms_without_links_are_reported(case, words):
+    with pytest.warns(RuntimeWarning, match=rf"{words}.* pass inputs of the network .*example=inputs"):
+        converted = convert(Odd(case))
+    if case == "generated":
+        assert "other.1  left: its input depends on convolutions whose weights are gen" in str(converted.report)
+    if case != "training":
+        with pytest.warns(RuntimeWarning, match=rf"{words}.* pass another example"):
+            convert(Odd(case), example=X)
 
 
 def test_no_warning_for_an_ordinary_conversion():
