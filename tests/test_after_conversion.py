@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.optim.swa_utils import AveragedModel, update_bn
 from torchvision.models.feature_extraction import create_feature_extractor
 from torchvision.models.resnet import BasicBlock, ResNet
 
-from bkn_zoo import BatchKalmanNorm1d, InputError, convert
+from bkn_zoo import BatchKalmanNorm1d, InputError, convert, recalibrate
 from bkn_zoo.conversion import prove
 from bkn_zoo.conversion.plan import Planner
 from bkn_zoo.errors import ConversionError
@@ -140,6 +141,29 @@ def test_statistics_of_removed_norms_are_refused_or_reported(left):
     else:
         with pytest.raises(InputError, match="no effect on 2 of 2 converted norms, because they were removed"):
             converted(X, statistics="sample")
+
+
+def test_reparameterize_model_leaves_population_only():
+    timm = pytest.importorskip("timm")
+    block = timm.models.byobnet.RepVggBlock
+    converted = convert(nn.Sequential(block(3, 8), block(8, 8)), default_statistics="sample").eval()
+    folded = timm.utils.reparameterize_model(converted)
+    population = converted(X, statistics="population")
+    torch.testing.assert_close(folded(X, statistics="population"), population, rtol=1e-4, atol=1e-5)
+    assert not isinstance(converted[1].identity, nn.BatchNorm2d)
+    with pytest.raises(InputError, match="no effect on 5 of 5 converted norms, because they were removed"):
+        folded(X)
+
+
+def test_update_bn_of_pytorch_recalibrates():
+    network = convert(layers(3, 4, 4))
+    averaged, wanted = AveragedModel(network), copy.deepcopy(network)
+    update_bn([X, 2 * X], averaged)
+    recalibrate(wanted, [X, 2 * X])
+    for name in ("1.running_mean", "1.running_var", "3.running_mean", "3.running_var"):
+        torch.testing.assert_close(averaged.module.get_buffer(name), wanted.get_buffer(name))
+        assert not torch.equal(wanted.get_buffer(name), network.get_buffer(name))
+    assert not isinstance(averaged.module[1], nn.BatchNorm2d)
 
 
 class TwoInputs(nn.Module):

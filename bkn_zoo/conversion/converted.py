@@ -3,6 +3,7 @@
 import copy
 import functools
 import inspect
+import sys
 import types
 import warnings
 from collections import Counter
@@ -60,6 +61,17 @@ class Converted(BeliefNetwork):
         with posing_as_batchnorms(self):  # a `train` of the original may freeze norms
             return super().train(mode)
 
+    # These two show norms as batch norms to functions outside of the network that look for them. Otherwise, PyTorch's
+    # update_bn would do nothing, and timm's reparameterize_model fail.
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        with posing_as_batchnorms(self) if _caller() == "update_bn" else nullcontext():
+            yield from super().named_modules(*args, **kwargs)
+
+    def named_children(self) -> Iterator[Any]:
+        with posing_as_batchnorms(self) if _caller() == "reparameterize_model.<locals>._fuse" else nullcontext():
+            yield from super().named_children()
+
     def forward(self, *args: Any, statistics: str | None = None, **kwargs: Any) -> Any:
         """Call the original network with "population", "sample" or "expected" statistics; at inference only."""
         chosen = self._choose(statistics, (args, kwargs))
@@ -104,6 +116,14 @@ class Converted(BeliefNetwork):
     # For copies and pickles, which cannot import a class that is created here.
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _empty, (type(self).__mro__[1], self._original, self._methods), self.__getstate__()
+
+
+def _caller() -> str:
+    """The name of the function that iterates over the modules of a network."""
+    frame = None if torch.compiler.is_compiling() else sys._getframe(2)
+    while frame is not None and frame.f_code.co_name in ("children", "modules", "named_modules"):
+        frame = frame.f_back
+    return "" if frame is None else frame.f_code.co_qualname
 
 
 def _empty(kind: type[Converted], original: type[nn.Module], methods: tuple[str, ...]) -> Converted:
