@@ -530,6 +530,19 @@ def test_resuming_another_training_is_refused(tmp_path, change, facts, says):
         replaces_finished(tmp_path, RECIPE, started(**ours))
 
 
+@pytest.mark.parametrize("here", [True, False])
+def test_optimizer_state_of_another_device_is_resumed(tmp_path, here):
+    """AdamW of a GPU can be captured, that of a CPU cannot."""
+    recipe = with_(optimizer="adamw")
+    theirs, ours = run(tmp_path, recipe), started(recipe)
+    for training, capturable in ((theirs, not here), (ours, here)):
+        for group in training.optimizer.param_groups:
+            group["capturable"] = capturable
+    save_state(theirs, recipe, tmp_path)
+    load_state(ours, recipe, tmp_path, CPU)
+    assert {group["capturable"] for group in ours.optimizer.param_groups} == {here}
+
+
 def test_states_of_earlier_versions_are_resumed(uninterrupted, tmp_path, monkeypatch):
     """They have further fields, the old name of the group size, and no fields that were added since."""
     killed(monkeypatch, 4, tmp_path)

@@ -7,6 +7,7 @@ import runpy
 import shutil
 import signal
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,6 +27,7 @@ from bkn_zoo.training import loop
 from bkn_zoo.training.interruption import Stopped
 from bkn_zoo.training.plan import CPU_FREEZE, FINE_TUNING, adapted, find_origin, plan_training
 from bkn_zoo.training.recipes import read_recipe
+from bkn_zoo.training.run import alone_in
 from bkn_zoo.training.start import first_network, fit_classifier
 
 pytestmark = pytest.mark.usefixtures("shallow_network")
@@ -166,6 +168,40 @@ def test_finished_training_leaves_a_small_file(checkpoint, capsys):
     assert torch.equal(again.model.fc.weight, result.model.fc.weight)
     assert small.exists()
     assert not Path("runs/mine/state.pt").exists()
+
+
+def test_finished_training_is_resumed_with_its_results(checkpoint, refused):
+    train = ("train", "photos", "--init", checkpoint, "--freeze", "--device", "cpu", "--name", "mine")
+    command(*train)
+    said = refused(*train, "--resume", "--results", "elsewhere")
+    assert "is finished, but its record elsewhere/mine.json is missing: pass the same --results" in said
+
+
+def test_only_one_process_trains_in_a_folder(checkpoint, refused):
+    train = ("train", "photos", "--init", checkpoint, "--freeze", "--device", "cpu", "--name", "mine")
+    Path("runs/mine").mkdir(parents=True)
+    with alone_in(Path("runs/mine")):
+        for options in ((), ("--resume",)):
+            said = refused(*train, *options)
+            assert "another training is running in runs/mine: wait until it ends, or choose another --name." in said
+    command(*train)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_training_sets_and_restores_flags_of_cudnn(monkeypatch, fails):
+    cudnn, seen = torch.backends.cudnn, []
+
+    def train(plan, runtime):
+        seen.append((cudnn.benchmark, cudnn.deterministic))
+        assert not fails
+
+    monkeypatch.setattr("bkn_zoo.training.run._train_as_planned", train)
+    monkeypatch.setattr(cudnn, "flags", None)
+    monkeypatch.setattr(cudnn, "benchmark", True)
+    monkeypatch.setattr(cudnn, "deterministic", False)
+    with pytest.raises(AssertionError) if fails else nullcontext():
+        bkn_zoo.fine_tune("photos", model=NETWORK, device="cpu")
+    assert [*seen, (cudnn.benchmark, cudnn.deterministic)] == [(False, True), (True, False)]
 
 
 @pytest.mark.parametrize("loss", [1.9e-5, 0.1])

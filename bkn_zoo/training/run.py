@@ -4,13 +4,15 @@ import dataclasses
 import json
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from bkn_zoo.checkpoints.files import make_folder
+from bkn_zoo.checkpoints.files import lock, make_folder
 from bkn_zoo.checkpoints.folder import from_pretrained
 from bkn_zoo.cores import check_device, default_device, keep_to_quota
 from bkn_zoo.errors import CheckpointError, TrainingError
@@ -23,7 +25,7 @@ from bkn_zoo.training.loop import fit, images_at_a_time, local_batch
 from bkn_zoo.training.plan import TrainingPlan, adapted, plan_training
 from bkn_zoo.training.recipes import Recipe
 from bkn_zoo.training.start import start, start_classifier
-from bkn_zoo.training.state import load_state, replaces_finished
+from bkn_zoo.training.state import Training, load_state, replaces_finished
 
 
 def train(
@@ -100,18 +102,19 @@ def carry_out(plan: TrainingPlan) -> TrainingResult:
         plan = dataclasses.replace(plan, recipe=dataclasses.replace(plan.recipe, precision="float32"))
     keep_to_quota()
     torch.manual_seed(plan.recipe.seed)
-    # Deterministic algorithms of cuDNN, chosen without timing; None leaves a setting as it is.
-    with torch.backends.cudnn.flags(True, False, deterministic=True, allow_tf32=None, fp32_precision=None):
+    cudnn: Any = torch.backends.cudnn
+    before = cudnn.benchmark, cudnn.deterministic
+    cudnn.benchmark, cudnn.deterministic = False, True
+    try:
         result = _train_as_planned(plan, Runtime(torch.device(plan.device), plan.workers, plan.quiet, plan.statistics))
+    finally:
+        cudnn.benchmark, cudnn.deterministic = before
     if joined:
         dist.destroy_process_group()
     return result
 
 
 def _train_as_planned(plan: TrainingPlan, runtime: Runtime) -> TrainingResult:
-    def stop(number: int, frame: Any) -> None:
-        raise Stopped(number, "stopped before all results were written; continue with --resume")
-
     recipe, device, rank = plan.recipe, runtime.device, dist.get_rank() if dist.is_initialized() else 0
     data = load_data(recipe.dataset, plan.data, recipe.size, recipe.validation).to(device)
     if recipe.dataset == "folder":
@@ -120,13 +123,43 @@ def _train_as_planned(plan: TrainingPlan, runtime: Runtime) -> TrainingResult:
         recipe = adapted(recipe, len(data.train), plan.given, plan.source is not None, device.type == "cpu")
     local_batch(recipe, data)
     training = start(plan, recipe, data, device)
+    if not plan.resume:
+        make_folder(plan.output)
+    with alone_in(plan.output) if rank == 0 else nullcontext():
+        return _train_in_folder(plan, recipe, data, training, runtime, rank)
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Refuse a folder in which another process trains."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:  # there is none, or the system (Windows) cannot open folders
+        yield
+        return
+    try:
+        lock(descriptor, f"another training is running in {folder}: wait until it ends, or choose another --name.")
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _train_in_folder(
+    plan: TrainingPlan, recipe: Recipe, data: Data, training: Training, runtime: Runtime, rank: int
+) -> TrainingResult:  # fmt: skip
+    def stop(number: int, frame: Any) -> None:
+        raise Stopped(number, "stopped before all results were written; continue with --resume")
+
+    device = runtime.device
     if plan.resume and not load_state(training, recipe, plan.output, device):
-        plan.say(f"the training in {plan.output} is finished")
+        done = f"the training in {plan.output} is finished"
+        if not plan.record.is_file():
+            raise CheckpointError(f"{done}, but its record {plan.record} is missing: pass the same --results as then.")
+        plan.say(done)
         stored = from_pretrained(plan.folder).to(device).to(memory_format=torch.channels_last)
         return TrainingResult(stored, {} if rank else json.loads(plan.record.read_text()), plan.folder)
     if not plan.resume and replaces_finished(plan.output, recipe, training):
         plan.say(f"{plan.output} contains a finished training with the same images and options: this one replaces it")
-    make_folder(plan.output)
     make_folder(plan.record.parent)
     data = dataclasses.replace(data, preprocessing=training.preprocessing or data.preprocessing)
     if plan.fine_tuning:
