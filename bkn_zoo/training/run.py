@@ -18,7 +18,7 @@ from bkn_zoo.cores import check_device, default_device, keep_to_quota
 from bkn_zoo.errors import CheckpointError, TrainingError
 from bkn_zoo.modes import MODES
 from bkn_zoo.training.data import Runtime
-from bkn_zoo.training.datasets import Data, keep_apart, load_data
+from bkn_zoo.training.datasets import Data, class_counts, class_weights, keep_apart, load_data
 from bkn_zoo.training.finish import TrainingResult, finish_training
 from bkn_zoo.training.interruption import Stopped, handled
 from bkn_zoo.training.loop import fit, images_at_a_time, local_batch
@@ -26,6 +26,9 @@ from bkn_zoo.training.plan import TrainingPlan, adapted, plan_training
 from bkn_zoo.training.recipes import Recipe
 from bkn_zoo.training.start import start, start_classifier
 from bkn_zoo.training.state import Training, load_state, replaces_finished
+
+# Classes whose numbers of images are printed
+MOST_CLASSES = 30
 
 
 def train(
@@ -42,6 +45,8 @@ def train(
     quiet: bool = False,
     license: str | None = None,
     statistics: Sequence[str] = MODES,
+    labels: str | os.PathLike[str] | None = None,
+    log: str | None = None,
     **overrides: Any,
 ) -> TrainingResult:
     """Train a network with a recipe, and write its checkpoint, state, log and record to the output folder.
@@ -64,6 +69,9 @@ def train(
         quiet: whether to print nothing during the training.
         license: the licence that the checkpoint's card names, such as "mit"; by default none.
         statistics: the statistics modes to measure and to choose from; each takes time.
+        labels: a CSV or JSON Lines file with the columns file (relative to `data`), label and perhaps split (train, val
+            or test), in place of subfolders.
+        log: "tensorboard" also writes what log.jsonl has for TensorBoard, to the subfolder tensorboard.
         overrides: fields of the recipe, such as `epochs=5` or `augmentation={"cutmix": 1.0}`.
 
     Raises:
@@ -72,7 +80,7 @@ def train(
     """
     plan = plan_training(
         recipe, data, overrides, init=init, name=name, output=output, results=results, device=device, resume=resume,
-        workers=workers, quiet=quiet, license=license, statistics=statistics,
+        workers=workers, quiet=quiet, license=license, statistics=statistics, labels=labels, log=log,
     )  # fmt: skip
     plan.introduce()
     return carry_out(plan)
@@ -106,7 +114,8 @@ def carry_out(plan: TrainingPlan) -> TrainingResult:
     before = cudnn.benchmark, cudnn.deterministic
     cudnn.benchmark, cudnn.deterministic = False, True
     try:
-        result = _train_as_planned(plan, Runtime(torch.device(plan.device), plan.workers, plan.quiet, plan.statistics))
+        runtime = Runtime(torch.device(plan.device), plan.workers, plan.quiet, plan.statistics, plan.log)
+        result = _train_as_planned(plan, runtime)
     finally:
         cudnn.benchmark, cudnn.deterministic = before
     if joined:
@@ -116,8 +125,8 @@ def carry_out(plan: TrainingPlan) -> TrainingResult:
 
 def _train_as_planned(plan: TrainingPlan, runtime: Runtime) -> TrainingResult:
     recipe, device, rank = plan.recipe, runtime.device, dist.get_rank() if dist.is_initialized() else 0
-    data = load_data(recipe.dataset, plan.data, recipe.size, recipe.validation).to(device)
-    if recipe.dataset == "folder":
+    data = load_data(recipe.dataset, plan.data, recipe.size, recipe.validation, plan.labels).to(device)
+    if recipe.dataset == "folder" and plan.labels is None:
         keep_apart(plan.data, {"--output": plan.folder, "--results": plan.record})
     if plan.fine_tuning:
         recipe = adapted(recipe, len(data.train), plan.given, plan.source is not None, device.type == "cpu")
@@ -164,6 +173,8 @@ def _train_in_folder(
     data = dataclasses.replace(data, preprocessing=training.preprocessing or data.preprocessing)
     if plan.fine_tuning:
         plan.say(_summary(recipe, data))
+    if recipe.balance:
+        plan.say(_balance(data))
     if plan.fine_tuning and plan.source and not training.history:
         config = plan.source.config
         same_classes = config is not None and list(config.label_names or ()) == data.label_names
@@ -202,6 +213,14 @@ def _summary(recipe: Recipe, data: Data) -> str:
         f"{'' if data.test is None else f' and {len(data.test)} for testing'}; {p.size} px ({p.interpolation}); "
         f"epochs: {recipe.epochs}, batches of {recipe.gradient_batch}, {how}"
     )
+
+
+def _balance(data: Data) -> str:
+    """One line with the images of each class, and their weights."""
+    found = zip(data.label_names, class_counts(data).tolist(), class_weights(data).tolist(), strict=True)
+    told = [f"{name} {count:,} (weight {weight:.3g})" for name, count, weight in found]
+    more = f" and {len(told) - MOST_CLASSES} more classes" if len(told) > MOST_CLASSES else ""
+    return f"images per class: {', '.join(told[:MOST_CLASSES])}{more}"
 
 
 def _join_processes(device: str) -> bool:
