@@ -1,6 +1,7 @@
 """Data sets in their official layouts become batches that depend on the seed, the epoch and their number alone."""
 
 import dataclasses
+import json
 import os
 import pickle
 import re
@@ -16,9 +17,9 @@ from torch.testing import assert_close
 from bkn_zoo.errors import InputError
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.training import datasets
-from bkn_zoo.training.augmentation import generator, mix, random_crop, vary
+from bkn_zoo.training.augmentation import apply_policy, generator, mix, random_crop, vary
 from bkn_zoo.training.data import evaluation_batches, training_batches
-from bkn_zoo.training.datasets import ArrayImages, Data, load_data
+from bkn_zoo.training.datasets import ArrayImages, Data, class_counts, class_weights, fingerprint, load_data
 from bkn_zoo.training.recipes import Augmentation
 
 CPU = torch.device("cpu")
@@ -219,6 +220,81 @@ def test_other_files_are_counted_and_links_followed_once(tmp_path, capsys):
         load_data("folder", photos)
 
 
+def listed(folder, *rows, name="labels.csv"):
+    """A file of labels, with the rows as they are."""
+    (folder / name).write_text("".join(f"{row}\n" for row in rows))
+    return folder / name
+
+
+@pytest.mark.parametrize("name", ["labels.csv", "labels.jsonl"])
+def test_listed_labels_equal_folders_of_classes(tmp_path, name):
+    """The split and the batches are the same in any order of the rows."""
+    folders = load_data("folder", write_tree(tmp_path / "a"), validation=0.25)
+    paths = [path.relative_to(tmp_path / "a") for path in sorted((tmp_path / "a").glob("*/*"), reverse=True)]
+    rows = [{"file_name": str(path), "label": path.parent.name} for path in paths]
+    lines = map(json.dumps, rows) if name.endswith("jsonl") else ("file,label", *(",".join(r.values()) for r in rows))
+    found = load_data("folder", tmp_path / "a", validation=0.25, labels=listed(tmp_path, *lines, name=name))
+    assert found == folders
+    other = dataclasses.replace(found, label_names=["apple", "pea"])
+    hashes = [fingerprint(data, tmp_path / "a", listed=True) for data in (found, other)]
+    assert len({*hashes, fingerprint(folders, tmp_path / "a")}) == 3
+
+
+def test_listed_splits_and_classes_of_a_checkpoint(tmp_path):
+    write_tree(tmp_path)
+    rows = (
+        "file,label,split",
+        "apple/0.png,x,train",
+        "bean/0.png,y,Training",
+        "bean/1.png,y,valid",
+        "bean/2.png,x,test",
+    )
+    data = load_data("folder", tmp_path, labels=listed(tmp_path, *rows))
+    assert [images.labels for images in (data.train, data.validation, data.test)] == [[0, 1], [1], [0]]
+    data = load_data("folder", tmp_path, labels=listed(tmp_path, rows[0], rows[-1]), label_names=["w", "x"])
+    assert (len(data.train), len(data.validation), data.test.labels) == (0, 0, [1])
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ((), "training images of 0 classes: add rows of others"),
+        (("a.png,x",), "training images of 1 class: add rows of others"),
+        (("a.png,x", "b.png,y", "./a.png,y"), "row 3 names ./a.png again, after row 1: remove one of them"),
+        (("a.png,x", "../a.png,y"), "row 2 names ../a.png, which is outside"),
+        (("/etc/hosts,x",), "row 1 names /etc/hosts, which is outside"),
+        (("c.png,x",), "c.png, which does not exist: correct the path"),
+        (("a.png,",), r"row 1 has no file \(or file_name\) and label: add these columns"),
+        (("a.png,x,holdout",), "row 1 has the split 'holdout': use train, val or test"),
+        (("a.png,cat", "b.png,dog", "d.png,cats,val"), r"row 3 has the unknown class 'cats' \(did you mean cat\?\)"),
+    ],
+)
+def test_bad_row_of_a_labels_file_is_named(tmp_path, rows, says):
+    for name in "abd":
+        write_image(tmp_path / f"{name}.png", (1, 2, 3))
+    with pytest.raises(InputError, match=says):
+        load_data("folder", tmp_path, labels=listed(tmp_path, "file,label,split", *rows))
+
+
+def test_unreadable_labels_files_are_refused(tmp_path):
+    for name, rows, says in (
+        ("none.csv", None, "No such file"), ("a.jsonl", ["{"], "JSON Lines"), ("b.jsonl", ["[1]"], "JSON Lines"),
+        ("c.csv", ["apple,bean"], "training images of 0 classes"), ("d.csv", ["a", "b"], "add these columns"),
+    ):  # fmt: skip
+        path = tmp_path / name if rows is None else listed(tmp_path, *rows, name=name)
+        with pytest.raises(InputError, match=says):
+            load_data("folder", tmp_path, labels=path)
+    with pytest.raises(InputError, match="--labels is for folders of images, not for cifar10"):
+        load_data("cifar10", tmp_path, labels=tmp_path / "none.csv")
+
+
+def test_classes_count_the_same_when_balanced(tmp_path):
+    data = load_data("folder", write_noise(tmp_path, a=11, b=33), size=16, validation=0.1)
+    counts, weights = class_counts(data), class_weights(data)
+    assert counts.tolist() == [10, 30]
+    assert torch.allclose(counts * weights, torch.tensor(20.0))
+
+
 def test_validation_split_is_drawn_by_class_and_always_the_same(tmp_path):
     for name, count in (("few", 2), ("many", 30), ("only", 1), ("some", 4)):
         write_tree(tmp_path, per_class=count, classes=(name,))
@@ -332,6 +408,23 @@ def test_variation_is_drawn_by_its_numbers_and_stays_in_range(change):
     assert ((after - before).abs().amax((1, 2, 3)) > 1e-3).float().mean() > 0.9
     assert torch.equal(after, varied(before, **change))
     assert not torch.equal(after, varied(before, seed=2, **change))
+
+
+@pytest.mark.parametrize("policy", ["randaugment", "trivialaugment"])
+def test_policy_depends_on_its_numbers_alone(data, policy):
+    def images(policy=policy, seed=0, skip=0):
+        augmentation = Augmentation(flip=False, policy=policy)
+        return torch.cat([found.images for found in training_batches(data, 8, 0, seed, augmentation, CPU, skip)])
+
+    first = images()
+    torch.manual_seed(77)
+    assert torch.equal(images(), first)
+    assert torch.equal(images(skip=1), first[8:])
+    assert not torch.equal(images(seed=1), first)
+    assert (images(None) != first).flatten(1).any(1).sum() > 20
+    before = torch.get_rng_state()
+    apply_policy(torch.zeros(2, 3, 8, 8, dtype=torch.uint8), policy, 1)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_crop_shifts_by_whole_pixels_and_flip_mirrors_half():

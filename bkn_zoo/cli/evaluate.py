@@ -20,7 +20,7 @@ from bkn_zoo.progress import waiting
 from bkn_zoo.publishing.pictures import check_matplotlib, draw
 from bkn_zoo.training.data import evaluation_batches
 from bkn_zoo.training.datasets import Data, load_data
-from bkn_zoo.training.evaluation import batch_size, compute_logits, measure_accuracy
+from bkn_zoo.training.evaluation import batch_size, compute_logits, measure_accuracy, measure_classes, write_classes
 
 
 def evaluate_checkpoint(args: argparse.Namespace) -> None:
@@ -61,15 +61,17 @@ def evaluate_checkpoint(args: argparse.Namespace) -> None:
         which = f"the {share:.0%} of images that a training on this folder holds out (--split all uses all of them)"
     print(f"{which} of {args.data}; top1 with its 95 % interval (Wilson)\n")
     print(table(rows, list(rows[0])))
+    mode = model.default_statistics if model.default_statistics in logits else next(iter(logits))
+    classes = measure_classes(logits[mode], labels, data.label_names)
     if args.output:
         about = {"checkpoint": Path(args.checkpoint).name, "engine": args.engine, "precision": args.precision}
-        write_results(args.output, rows, split=split, **about)
+        write_results(args.output, rows, split=split, classes=classes, **about)
     if args.report:
-        mode = model.default_statistics if model.default_statistics in logits else next(iter(logits))
+        write_classes(args.report / "classes.csv", classes)
         title = f"{Path(args.checkpoint).name}, {split} images, {mode} statistics"
         with waiting("drawing"):
             paths = draw(args.report, images, logits[mode], labels, data.label_names, title)
-        print(*paths, sep="\n")
+        print(*paths, args.report / "classes.csv", sep="\n")
 
 
 def read_data(args: argparse.Namespace, model: Network) -> Data:
@@ -78,7 +80,8 @@ def read_data(args: argparse.Namespace, model: Network) -> Data:
     preprocessing = model.config.preprocessing
     # The same share as in training, so that the same images are held out.
     share = None if args.split == "all" else model.config.recipe.get("validation", 0.1)
-    data = load_data(dataset, args.data, preprocessing and preprocessing.size, share)
+    names = model.config.label_names or ()
+    data = load_data(dataset, args.data, preprocessing and preprocessing.size, share, args.labels, names)
     ours, name = model.config.label_names or data.label_names, args.checkpoint
     wrong = next((f"{a!r} where {name} has {b!r}" for a, b in zip(data.label_names, ours, strict=False) if a != b), "")
     if len(data.label_names) != model.num_classes:

@@ -50,9 +50,9 @@ Measures a checkpoint on a data set, in each statistics mode: top-1 with its 95 
     bkn-zoo evaluate runs/NAME/NAME FOLDER_OF_CLASSES --output accuracy.json --report pictures
     bkn-zoo evaluate runs/NAME/NAME OTHER_FOLDER_OF_CLASSES --split all              # not used in training
 
---output writes the results to a file, with the command and the hardware. --report writes two pictures into a folder:
-confusion.png (which classes are confused) and mistakes.png (the most confident wrong answers). They use the
-checkpoint's default statistics mode, unless --statistics excludes it.
+--output writes the results to a file, with the command and the hardware. --report writes into a folder: confusion.png
+(which classes are confused), mistakes.png (the most confident wrong answers) and classes.csv (images, precision and
+recall of each class). They use the checkpoint's default statistics mode, unless --statistics excludes it.
 """
 EXPORT = """\
 Writes a checkpoint as an ONNX file, and compares the outputs of both.
@@ -115,6 +115,11 @@ def add_workers(parser: Parser) -> None:
     parser.add_argument("--workers", type=whole_number(0), default=0, metavar="N", help=what)
 
 
+def add_labels(parser: Parser) -> None:
+    what = "a .csv or .jsonl file with file, label and perhaps split (train, val, test), in place of subfolders"
+    parser.add_argument("--labels", type=Path, metavar="FILE", help=what)
+
+
 def _add_precision(parser: Parser, choices: Sequence[str] = PRECISIONS, default: str = "auto") -> None:
     what = f"precision of the network (default: {default}{', the fastest here' if default == 'auto' else ''})"
     parser.add_argument("--precision", choices=choices, default=default, help=what)
@@ -161,6 +166,7 @@ def evaluate_parser() -> Parser:
     parser.add_argument("checkpoint", metavar=CHECKPOINT, help=NAMED)
     parser.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help="the folder of the data set")
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="the same, as an option")
+    add_labels(parser)
     parser.add_argument("--dataset", help="the kind of data set (default: that of the checkpoint's training)")
     parser.add_argument(
         "--split", choices=["validation", "test", "all"],
@@ -177,7 +183,9 @@ def evaluate_parser() -> Parser:
     add_device(parser)
     add_workers(parser)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON to this file")
-    parser.add_argument("--report", type=Path, metavar="FOLDER", help="write pictures of mistakes to this folder")
+    parser.add_argument(
+        "--report", type=Path, metavar="FOLDER", help="write pictures and a table of classes here"
+    )
     return parser
 
 

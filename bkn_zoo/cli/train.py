@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from bkn_zoo.checkpoints.hub import check_reachable, check_repository
-from bkn_zoo.cli.options import CHECKPOINT, add_device, add_workers, check_folder
+from bkn_zoo.cli.options import CHECKPOINT, add_device, add_labels, add_workers, check_folder
 from bkn_zoo.fields import attributes_of, wanted
 from bkn_zoo.modes import MODES
 from bkn_zoo.progress import speaks
@@ -37,9 +37,9 @@ Trains a network by a recipe, or fine-tunes one on your images; writes a checkpo
     torchrun --nproc-per-node=8 --no-python bkn-zoo train recipes/... FOLDER                     # several GPUs
 
 Options override fields of the recipe, and become part of the run's name unless --name is given. The output folder,
-runs/NAME, holds the checkpoint (a folder with the run's name), curves.png, log.jsonl, state.pt until the training is
-finished, and results/runs/NAME.json, the record. The statistics mode is chosen on the validation images; the test
-images are used once, at the end, with the stored weights.
+runs/NAME, holds the checkpoint (a folder with the run's name), curves.png, classes.csv, log.jsonl, state.pt until the
+training is finished, and results/runs/NAME.json, the record. The statistics mode is chosen on the validation images;
+the test images are used once, at the end, with the stored weights.
 
 Ctrl-C saves the state, prints how to resume and stops; a second Ctrl-C stops at once. --resume needs the same options
 and as many processes; on the same hardware and versions the weights are identical to those without an interruption.
@@ -82,6 +82,9 @@ def train_parser() -> Parser:
     parser.add_argument("--private", action="store_true", help="make a repository that --publish creates private")
     what = "the licence that the checkpoint's card names, an identifier of the Hub such as mit (default: none)"
     parser.add_argument("--license", metavar="ID", help=what)
+    add_labels(parser)
+    what = "also write the log for TensorBoard, to the folder tensorboard of the run (default: log.jsonl only)"
+    parser.add_argument("--log", choices=["tensorboard"], help=what)
     what = "statistics modes to measure and to choose from, which takes time (default: all three)"
     parser.add_argument("--statistics", nargs="+", choices=MODES, default=MODES, help=what)
     parser.add_argument("--resume", action="store_true", help="continue the training in the output folder")
@@ -159,7 +162,7 @@ def literal(text: str) -> Any:
 
 def run_training(arguments: list[str]) -> None:
     args, overrides = parse_training(arguments)
-    names = ("name", "output", "results", "device", "resume", "workers", "license", "statistics")
+    names = ("name", "output", "results", "device", "resume", "workers", "license", "statistics", "labels", "log")
     options = {name: getattr(args, name) for name in names}
     plan = None
     try:

@@ -1,10 +1,12 @@
 """Data sets by name: images in memory or as files, split into training, validation and test images."""
 
+import csv
 import hashlib
+import json
 import os
 import pickle
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bkn_zoo.errors import ImageError, InputError
+from bkn_zoo.errors import ImageError, InputError, counted, did_you_mean
 from bkn_zoo.images import Preprocessing, image_files, open_image, passed_over
 from bkn_zoo.progress import bar, say, speaks
 from bkn_zoo.training.interruption import leave_signals_to_parent
@@ -127,7 +129,10 @@ class Data:
 Loaded = tuple[Images, Images | None, Images | None, list[str], Preprocessing]
 
 
-def load_data(name: str, root: str | Path, size: int | None = None, validation: float | None = 0.1) -> Data:
+def load_data(
+    name: str, root: str | Path, size: int | None = None, validation: float | None = 0.1,
+    labels: Path | None = None, label_names: Sequence[str] = (),
+) -> Data:  # fmt: skip
     """A data set by name: "cifar10", "cifar100", "tiny_imagenet", or "folder" for a tree of image files.
 
     Args:
@@ -137,6 +142,8 @@ def load_data(name: str, root: str | Path, size: int | None = None, validation: 
         size: side of the network's input; by default that of the images, or 224 for files.
         validation: share of the training images to hold out if there is no such folder (for "folder", of each class);
             None holds out no images.
+        labels: for "folder", a CSV or JSON Lines file that lists files, labels and splits, in place of subfolders.
+        label_names: the classes that it may use; by default those of its training images.
     """
     root = Path(root)
     loaders: dict[str, Callable[[str, Path, int | None], Loaded]] = {
@@ -144,11 +151,16 @@ def load_data(name: str, root: str | Path, size: int | None = None, validation: 
     }  # fmt: skip
     if name not in loaders:
         raise InputError(f"unknown data set {name!r}: choose one of {', '.join(loaders)}.")
+    if labels and name != "folder":
+        raise InputError(f"--labels is for folders of images, not for {name}: omit it, or add --dataset folder.")
     if not root.is_dir():
         raise InputError(f"there is no folder {root}: pass the folder of the data set.")
-    everything, chosen, test, label_names, preprocessing = loaders[name](name, root, size)
+    loaded = _listed(labels, root, size, label_names) if labels else loaders[name](name, root, size)
+    everything, chosen, test, names, preprocessing = loaded
+    if chosen is None and not len(everything):  # a file of labels for test images only
+        chosen = everything
     if chosen is not None:
-        return Data(name, everything, chosen, test, label_names, preprocessing, held_out=False)
+        return Data(name, everything, chosen, test, names, preprocessing, held_out=False)
     order = torch.randperm(len(everything), generator=torch.Generator().manual_seed(VALIDATION_SEED))
     if validation is None:
         held = order[:0]
@@ -160,7 +172,7 @@ def load_data(name: str, root: str | Path, size: int | None = None, validation: 
         raise InputError(f"{root} has too few images to hold out any for validation: add a second image to a class.")
     is_held = torch.zeros(len(everything), dtype=torch.bool).index_fill(0, held, True)
     train, chosen = (everything[rows.nonzero().flatten()] for rows in (~is_held, is_held))
-    return Data(name, train, chosen, test, label_names, preprocessing)
+    return Data(name, train, chosen, test, names, preprocessing)
 
 
 def _some_of_each(order: Tensor, labels: Tensor, share: float) -> Tensor:
@@ -169,9 +181,23 @@ def _some_of_each(order: Tensor, labels: Tensor, share: float) -> Tensor:
     return torch.cat([rows[: min(max(round(share * len(rows)), 1), len(rows) - 1)] for rows in by_class])
 
 
-def fingerprint(data: Data, root: Path) -> str:
-    """A hash of labels and names, without the folder `root`, that identifies training and validation images."""
-    digest = hashlib.sha256()
+def class_counts(data: Data) -> Tensor:
+    """The number of training images of each class."""
+    return torch.as_tensor(data.train.labels).bincount(minlength=len(data.label_names))
+
+
+def class_weights(data: Data) -> Tensor:
+    """The weight of an image of each class with which all classes count the same; the mean over all images is 1."""
+    counts = class_counts(data)
+    return counts.sum() / (len(counts) * counts.clamp_min(1))
+
+
+def fingerprint(data: Data, root: Path, listed: bool = False) -> str:
+    """A hash of labels and names, without the folder `root`, that identifies training and validation images.
+
+    If a file of labels has `listed` them, the names of files do not contain the names of classes.
+    """
+    digest = hashlib.sha256("\n".join(data.label_names).encode() if listed else b"")
     for images in (data.train, data.validation):
         digest.update(f"{len(images)}\n".encode())
         if isinstance(images, FileImages):
@@ -288,11 +314,65 @@ def _tree(name: str, root: Path, size: int | None) -> Loaded:
     trained, *others = (_list_files(path, label_names, passed) for path in (train_root, *beside))
     if passed and speaks():
         say(passed_over(root, passed))
+    return _loaded(trained, others, label_names, size)
+
+
+def _loaded(trained: FileImages, others: list[FileImages], label_names: list[str], size: int | None) -> Loaded:
     mean, std = MEAN_STD["imagenet"]
     preprocessing = Preprocessing(size=size or 224, mean=mean, std=std)
     # A single set is the test set: validation images can be held out from training, but test images cannot.
     validation, tested = [None, None, *others][-2:]
     return trained, validation, tested, label_names, preprocessing
+
+
+def _listed(file: Path, root: Path, size: int | None, known: Sequence[str]) -> Loaded:
+    """Images of a folder with the labels and splits of a file, in the order of a folder with subfolders."""
+    splits: tuple[list[tuple[str, Path]], ...] = ([], [], [])
+    numbers: dict[Path, int] = {}
+    for number, row in enumerate(_rows(file), start=1):
+        name, label = str(row.get("file") or row.get("file_name") or ""), str(row.get("label", ""))
+        split = str(row.get("split") or "train").lower()
+        which = next((k for k, names in enumerate(SPLITS) if split in names), None)
+        inside = os.path.relpath(os.path.abspath(root / name), os.path.abspath(root))
+        path, wrong = root / inside, ""
+        if not name or not label:
+            wrong = "has no file (or file_name) and label: add these columns"
+        elif inside.split(os.sep)[0] == os.pardir:
+            wrong = f"names {name}, which is outside {root}: move the image there"
+        elif path in numbers:
+            wrong = f"names {name} again, after row {numbers[path]}: remove one of them"
+        elif not path.is_file():
+            wrong = f"names {path}, which does not exist: correct the path, which is relative to the data folder"
+        elif which is None:
+            wrong = f"has the split {split!r}: use train, val or test"
+        if wrong or which is None:
+            raise InputError(f"{file}: row {number} {wrong}.")
+        numbers[path] = number
+        splits[which].append((label, path))
+    names = list(known) or sorted({label for label, _ in splits[0]})
+    if len(names) < 2:
+        raise InputError(f"{file} has training images of {counted(len(names), 'class')}: add rows of others.")
+    index = {name: k for k, name in enumerate(names)}
+    for label, path in (row for rows in splits for row in rows if row[0] not in index):
+        close = did_you_mean(label, names)
+        raise InputError(f"{file}: row {numbers[path]} has the unknown class {label!r}{close}: correct or remove it.")
+    trained, *others = (
+        FileImages([path for _, path in rows], [index[label] for label, _ in rows])
+        for rows in (sorted(rows, key=lambda row: (index[row[0]], row[1].parts)) for rows in splits)
+    )
+    return _loaded(trained, [images for images in others if len(images)], names, size)
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    """The rows of a CSV or JSON Lines file."""
+    try:
+        with file.open(newline="", encoding="utf-8-sig") as lines:
+            if file.suffix.lower() == ".csv":
+                return list(csv.DictReader(lines))
+            return [dict(json.loads(line)) for line in lines if line.strip()]
+    except (OSError, ValueError, TypeError, csv.Error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{file} cannot be read as CSV or JSON Lines ({reason}): correct --labels.") from None
 
 
 def keep_apart(root: Path, places: Mapping[str, Path]) -> None:

@@ -1,8 +1,10 @@
 """Measures the accuracy and calibration of a network in each statistics mode."""
 
+import csv
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
@@ -94,6 +96,27 @@ def measure_accuracy(logits: Tensor, labels: Tensor) -> dict[str, float]:
         "loss": losses.mean().item(),
         "loss_error": losses.std(correction=0).item() / math.sqrt(len(labels)),
     }
+
+
+def measure_classes(logits: Tensor, labels: Tensor, names: Sequence[str]) -> list[dict[str, Any]]:
+    """For each class its images, the answers that name it, precision and recall in percent; None where undefined."""
+    answers = logits.argmax(1)
+    kinds = (labels, answers, labels[answers == labels])
+    counts = zip(names, *(kind.bincount(minlength=len(names)).tolist() for kind in kinds), strict=True)
+    return [
+        {
+            "class": name, "images": images, "answers": given,
+            "precision": 100 * right / given if given else None, "recall": 100 * right / images if images else None,
+        }
+        for name, images, given, right in counts
+    ]  # fmt: skip
+
+
+def write_classes(path: Path, rows: list[dict[str, Any]]) -> None:
+    with path.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def wilson_interval(share: float, count: int) -> tuple[float, float]:

@@ -25,7 +25,7 @@ from bkn_zoo.norms.running import RunningNorm
 from bkn_zoo.progress import waiting
 from bkn_zoo.training.data import Runtime
 from bkn_zoo.training.datasets import Data
-from bkn_zoo.training.evaluation import logits_on, measure_modes, uncertain_below
+from bkn_zoo.training.evaluation import logits_on, measure_classes, measure_modes, uncertain_below, write_classes
 from bkn_zoo.training.loop import further_images
 from bkn_zoo.training.plan import TrainingPlan
 from bkn_zoo.training.recipes import Recipe
@@ -84,9 +84,9 @@ def finish_training(
     stored = from_pretrained(plan.folder).to(runtime.device).to(memory_format=torch.channels_last)
     measured = validation
     if data.test is not None:
-        measured = measure_modes(
-            *logits_on(stored, data, data.test, runtime, "measuring the test images", runtime.modes)
-        )
+        logits, labels = logits_on(stored, data, data.test, runtime, "measuring the test images", runtime.modes)
+        measured = measure_modes(logits, labels)
+    classes = measure_classes(logits[best], labels, data.label_names)
     accuracy = {
         mode: {name: round(metrics[name], 3) for name in ACCURACY if name in metrics}
         for mode, metrics in measured.items()
@@ -96,11 +96,12 @@ def finish_training(
         "model": recipe.model, "norm": norm_of(recipe.model), "dataset": recipe.dataset,
         "gradient_batch": recipe.gradient_batch, "statistics_batch": recipe.statistics_batch_size, "seed": recipe.seed,
         "seconds": training.seconds, "chosen_statistics": best, "validation": validation, "curve": training.history,
-        "data_sha256": training.fingerprint, "test": measured,
+        "data_sha256": training.fingerprint, "test": measured, "classes": classes,
     }  # fmt: skip
     address = address_of(plan.folder)
     write_card(plan.folder, checkpoint_card(stored.config, plan.name, record, address=address, license=plan.license))
     plan.record.write_text(json.dumps(record, indent=1) + "\n")
+    write_classes(plan.output / "classes.csv", classes)
     with waiting("drawing curves.png"):
         draw_curves(plan.output / "curves.png", training.history, kept["epoch"], plan.name)
     drop_state(training, recipe, plan.output)

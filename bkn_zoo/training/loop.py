@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from bkn_zoo.errors import InputError, NonFiniteLossError, counted
 from bkn_zoo.progress import EVERY, has_screen
 from bkn_zoo.training.augmentation import Batch
 from bkn_zoo.training.data import Runtime, training_batches
-from bkn_zoo.training.datasets import Data, FileImages
+from bkn_zoo.training.datasets import Data, FileImages, class_weights
 from bkn_zoo.training.evaluation import logits_on, measure_modes, show_top1
 from bkn_zoo.training.interruption import Interruption, Stopped
 from bkn_zoo.training.recipes import Recipe
@@ -43,13 +44,16 @@ def fit(
         raise InputError("epochs is 0, which only fine-tuning supports: choose at least 1.")
     training.finished = training.finished or not steps
     runtime = runtime._replace(quiet=runtime.quiet or _rank() > 0)
-    step = make_step(training, recipe, runtime.device)
+    weights = class_weights(data).to(runtime.device) if recipe.balance else None
+    step = make_step(training, recipe, runtime.device, weights)
     saves = _Saves(training, recipe, folder, save_minutes, steps)
     progress = _Progress(training, recipe, steps, runtime.quiet)
-    with saves.interruption.awaited(), progress.bar:
+    with saves.interruption.awaited(), progress.bar, _tensorboard(folder, runtime.log) as writer:
         if _rank() == 0:
             write_log(training.history, folder)  # without the lines of epochs that will be repeated
             save_state(training, recipe, folder)
+            for line in training.history if writer else ():
+                _write_scalars(writer, line)
         while training.step < steps and not training.finished:
             line = _train_epoch(training, recipe, data, runtime, step, saves, progress)
             with autocast(recipe, runtime.device):
@@ -61,6 +65,8 @@ def fit(
                 training.keep_weights()
             if _rank() == 0:
                 write_log(training.history, folder)
+                if writer:
+                    _write_scalars(writer, line)
             tired = largest_of_all(int(_is_tired(training, recipe, steps)))
             training.finished = training.step == steps or bool(tired)
             progress.after_epoch(line)
@@ -148,6 +154,23 @@ class _Saves:
         self.last = time.monotonic()
         if wish > 1:
             raise Stopped(wish, f"stopped at step {self.training.step} of {self.steps}; continue with --resume")
+
+
+def _tensorboard(folder: Path, log: str | None) -> AbstractContextManager[Any]:
+    """A writer for TensorBoard, which replaces what is in the folder; or None without a logger."""
+    if not log or _rank() > 0:
+        return nullcontext()
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(folder / "tensorboard", purge_step=0)
+
+
+def _write_scalars(writer: Any, line: dict[str, Any]) -> None:
+    values = {name: line[name] for name in ("loss", "images_per_s") if line[name] is not None}
+    for mode, metrics in line["validation"].items():
+        values |= {f"validation/{mode}/{name}": value for name, value in metrics.items()}
+    for name, value in values.items():
+        writer.add_scalar(name, value, line["epoch"])
 
 
 class _Progress:

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -105,6 +106,8 @@ class TrainingPlan:
     quiet: bool = False
     license: str | None = None
     statistics: Sequence[str] = MODES
+    labels: Path | None = None
+    log: str | None = None
 
     @property
     def folder(self) -> Path:
@@ -136,6 +139,8 @@ def plan_training(
     device: Any = None,
     quiet: bool = False,
     license: str | None = None,
+    labels: str | os.PathLike[str] | None = None,
+    log: str | None = None,
     **options: Any,
 ) -> TrainingPlan:
     """Read the recipe, find the start, and choose name and folders. Nothing is written.
@@ -146,6 +151,10 @@ def plan_training(
         options: further fields of `TrainingPlan`.
     """
     check_license(license)
+    if log not in (None, "tensorboard"):
+        raise InputError(f"the logger {log!r} is unknown: choose tensorboard.")
+    if log and find_spec(log) is None:
+        raise InputError(f"{log} is not installed: run pip install {log}, or omit --log.")
     given = renamed(_flat(overrides))
     if recipe is None and init is None and "model" not in given:
         try:
@@ -175,7 +184,8 @@ def plan_training(
     return TrainingPlan(
         chosen, given, recipe is None, source, root, name, folder,
         results=folder / "results" / "runs" if results is None else Path(results),
-        device="auto" if device is None else str(device), quiet=quiet or not speaks(), license=license, **options,
+        device="auto" if device is None else str(device), quiet=quiet or not speaks(), license=license,
+        labels=None if labels is None else Path(labels), log=log, **options,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from bkn_zoo.errors import InputError
 from bkn_zoo.models import Network
 from bkn_zoo.progress import waiting
 from bkn_zoo.training.data import Runtime
-from bkn_zoo.training.datasets import Data, Images, fingerprint
+from bkn_zoo.training.datasets import Data, Images, class_weights, fingerprint
 from bkn_zoo.training.evaluation import logits_on, measure_accuracy, show_top1
 from bkn_zoo.training.loop import validate_epoch
 from bkn_zoo.training.plan import TrainingPlan
@@ -34,7 +34,7 @@ def start(plan: TrainingPlan, recipe: Recipe, data: Data, device: torch.device) 
     source = plan.source
     with waiting(f"preparing {recipe.model}"):
         training = begin(recipe, first_network(recipe, source and source.init, data.label_names), device)
-    training.fingerprint = fingerprint(data, plan.data)
+    training.fingerprint = fingerprint(data, plan.data, listed=plan.labels is not None)
     training.init = source and source.key
     p = (source and source.preprocessing) or data.preprocessing  # that of its weights, with the recipe's size
     looks: dict[str, Any] = {"mean": p.mean, "std": p.std, "interpolation": p.interpolation}
@@ -94,7 +94,8 @@ def start_classifier(training: Training, recipe: Recipe, data: Data, runtime: Ru
             )
             line["images_per_s"] = (len(data.train) + len(data.validation)) / (time.monotonic() - started)
             with torch.autocast(runtime.device.type, enabled=False), torch.no_grad():
-                weight, bias, line["loss"] = fit_classifier(layer, train, validation)
+                weights = class_weights(data).to(runtime.device) if recipe.balance else None
+                weight, bias, line["loss"] = fit_classifier(layer, train, validation, weights)
                 for network in (training.model, training.result):  # the same network, unless weights are averaged
                     last: Any = classifier(network)
                     last.weight.copy_(weight)
@@ -127,9 +128,12 @@ def _features(
 
 
 def fit_classifier(
-    start: nn.Linear, train: tuple[Tensor, Tensor], validation: tuple[Tensor, Tensor]
+    start: nn.Linear, train: tuple[Tensor, Tensor], validation: tuple[Tensor, Tensor], weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor, float]:
-    """Weights, bias and training loss of the logistic regression with the lowest loss on the validation images."""
+    """Weights, bias and training loss of the logistic regression with the lowest loss on the validation images.
+
+    `weights` are those of the classes in the training loss.
+    """
     # One scale for all features: a feature that hardly varies here may vary in other images, and must not get a large
     # weight.
     mean, std = train[0].mean(0), train[0].std(0).mean().clamp_min(1e-6)
@@ -139,7 +143,7 @@ def fit_classifier(
         with torch.no_grad():
             layer.weight.copy_(start.weight * std)
             layer.bias.copy_(start.weight.float() @ mean + (0.0 if start.bias is None else start.bias))
-        loss = _descend(layer, (train[0] - mean) / std, train[1], decay)
+        loss = _descend(layer, (train[0] - mean) / std, train[1], decay, weights)
         weight = layer.weight.detach() / std
         bias = layer.bias.detach() - weight @ mean
         metrics = measure_accuracy(F.linear(validation[0], weight, bias), validation[1])
@@ -149,16 +153,16 @@ def fit_classifier(
 
 
 @torch.enable_grad()
-def _descend(layer: nn.Linear, features: Tensor, labels: Tensor, decay: float) -> float:
+def _descend(layer: nn.Linear, features: Tensor, labels: Tensor, decay: float, weights: Tensor | None) -> float:
     """Minimize; the decay pulls towards the weights that it starts from."""
     optimizer = torch.optim.LBFGS(layer.parameters(), max_iter=100, line_search_fn="strong_wolfe")
     start = layer.weight.detach().clone()
 
     def loss() -> Tensor:
         optimizer.zero_grad()
-        value = F.cross_entropy(layer(features), labels) + decay / 2 * (layer.weight - start).square().sum()
+        value = F.cross_entropy(layer(features), labels, weights) + decay / 2 * (layer.weight - start).square().sum()
         value.backward()
         return value
 
     optimizer.step(loss)
-    return F.cross_entropy(layer(features), labels).item()
+    return F.cross_entropy(layer(features), labels, weights).item()

@@ -238,7 +238,11 @@ def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.d
         training.model.load_state_dict(state["model"])
         if training.averaged is not None:
             training.averaged.load_state_dict(state["averaged"])
+        own = [group.get("capturable") for group in training.optimizer.param_groups]
         training.optimizer.load_state_dict(state["optimizer"])
+        # That of this device, not of the one that saved the state. SGD has no such option.
+        for group, capturable in zip(training.optimizer.param_groups, own, strict=True):
+            group["capturable"] = capturable
         for name in ("step", "finished", "seconds", "best", "losses", "history"):
             setattr(training, name, state[name])
         if state["preprocessing"] is not None:
