@@ -3,6 +3,7 @@
 import copy
 import functools
 import inspect
+import sys
 import types
 import warnings
 from collections import Counter
@@ -17,10 +18,10 @@ from torch.fx import GraphModule
 from bkn_zoo.conversion.batchnorm import LEARNING_GAIN, start_near_population
 from bkn_zoo.conversion.checks import check_convertible, copy_of, frozen_norms, holds_batchnorm
 from bkn_zoo.conversion.example import Inputs, inputs_of, left_alone, plans_for, reason_of
-from bkn_zoo.conversion.plan import INTERLEAVED, ConversionPlan, NormCall
+from bkn_zoo.conversion.plan import INTERLEAVED, NEVER_CALLED, UNFIT, ConversionPlan, NormCall
 from bkn_zoo.conversion.record import is_open, run_with_record
 from bkn_zoo.conversion.replace import linked_norms, posing_as_batchnorms, replace_norms
-from bkn_zoo.conversion.report import NEVER_CALLED, NormRow, Report, few_names
+from bkn_zoo.conversion.report import NormRow, Report, few_names
 from bkn_zoo.errors import ConversionError
 from bkn_zoo.kernels.conditions import observed_by_pytorch
 from bkn_zoo.models.network import BeliefNetwork
@@ -59,6 +60,17 @@ class Converted(BeliefNetwork):
     def train(self, mode: bool = True) -> Any:
         with posing_as_batchnorms(self):  # a `train` of the original may freeze norms
             return super().train(mode)
+
+    # These two show norms as batch norms to functions outside of the network that look for them. Otherwise, PyTorch's
+    # update_bn would do nothing, and timm's reparameterize_model fail.
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        with posing_as_batchnorms(self) if _caller() == "update_bn" else nullcontext():
+            yield from super().named_modules(*args, **kwargs)
+
+    def named_children(self) -> Iterator[Any]:
+        with posing_as_batchnorms(self) if _caller() == "reparameterize_model.<locals>._fuse" else nullcontext():
+            yield from super().named_children()
 
     def forward(self, *args: Any, statistics: str | None = None, **kwargs: Any) -> Any:
         """Call the original network with "population", "sample" or "expected" statistics; at inference only."""
@@ -104,6 +116,14 @@ class Converted(BeliefNetwork):
     # For copies and pickles, which cannot import a class that is created here.
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _empty, (type(self).__mro__[1], self._original, self._methods), self.__getstate__()
+
+
+def _caller() -> str:
+    """The name of the function that iterates over the modules of a network."""
+    frame = None if torch.compiler.is_compiling() else sys._getframe(2)
+    while frame is not None and frame.f_code.co_name in ("children", "modules", "named_modules"):
+        frame = frame.f_back
+    return "" if frame is None else frame.f_code.co_qualname
 
 
 def _empty(kind: type[Converted], original: type[nn.Module], methods: tuple[str, ...]) -> Converted:
@@ -295,7 +315,6 @@ def convert(
         start_near_population(part, gain)
     if mode != "population":
         part._warn_if_untrained(mode)
-    _warn_of_missing_links(rows)
     described = f"a gain of {gain:g}, and {mode!r} statistics at inference"
     report = Report(earlier.rows + rows, earlier.guesses + guesses, earlier.parameters_before, _count(whole), described)
     for module in (whole, *(part for part in whole.modules() if isinstance(part, Converted))):
@@ -336,18 +355,23 @@ def _inputs_of_part(model: nn.Module, name: str, inputs: Inputs) -> Inputs:
     return found[0]
 
 
-def _warn_of_missing_links(rows: Sequence[NormRow]) -> None:
-    """Warn of norms that stay plain because they were not called, and of a network without any link."""
-    unused = [row.norm for row in rows if row.note == f"left: {NEVER_CALLED}"]
-    made = list(dict.fromkeys(row.norm for row in rows if not row.left))
-    why = ""
-    if unused:
-        why = f"{len(unused)} of {len(made) + len(unused)} batch norms were never called and stay batch norms: "
-        why += few_names(unused)
-    elif len(made) > 1 and not any(row.priors for row in rows):
-        why = f"none of the {len(made)} norms receives a belief, so that they have no A, R and q: {few_names(made)}"
-    if why:
-        warnings.warn(f"{why}. If that is wrong, pass another example to convert.", RuntimeWarning, stacklevel=3)
+def _warn_of_missing_links(rows: Sequence[NormRow], made_up: bool, modes: int) -> None:
+    """Warn of norms that the planner leaves unchanged, of a network without links, and of a plan for one mode only."""
+    norms = list(dict.fromkeys(row.norm for row in rows))
+    found = []
+    for note in UNFIT:
+        if left := [row.norm for row in rows if row.note == f"left: {note}"]:
+            found.append(f"{len(left)} of {len(norms)} batch norms stay batch norms ({note}): {few_names(left)}")
+    if len(norms) > 1 and not any(row.priors or row.left for row in rows):
+        found.append(
+            f"none of the {len(norms)} norms receives a belief, so they have no A, R and q: {few_names(norms)}"
+        )
+    if made_up and modes == 1:
+        found.append(f"{len(norms)} norms were seen in training or in evaluation mode only: {few_names(norms)}")
+    if found:
+        whose = "inputs of the network instead of those created for its first layer" if made_up else "another example"
+        text = f"{'; '.join(found)}. If that is wrong, pass {whose}: convert(model, example=inputs)."
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
 def _convert(
@@ -372,6 +396,7 @@ def _convert(
     _settle_shapes(calls)
     prefix = f"{name}." if name else ""
     rows = tuple(_report_rows(part, plans, left, prefix))
+    _warn_of_missing_links(rows, example is None, len(plans))
     methods = _methods_of(part)
     replace_norms(part, plans, prefix, rank)
     part.__class__ = converted_class(Converted, type(part), methods)  # type: ignore[arg-type]

@@ -112,6 +112,7 @@ class Ledger:
         depths: for each call of a norm, the number of norms on its path, including itself.
         modules: running modules with their kinds, the innermost last.
         written: memory into which features were copied.
+        generated: whether a convolution with weights that depend on features has run.
     """
 
     def __init__(self, images: int) -> None:
@@ -122,6 +123,7 @@ class Ledger:
         self.depths: list[float] = []
         self.modules: list[tuple[str, str]] = []
         self.written: dict[int, Any] = {}
+        self.generated = False
 
     def vague(self, x: Tensor) -> Tag:
         """A tag without channels. The first dimension counts as images if its size fits."""

@@ -165,7 +165,8 @@ def reduce(o: Operation) -> Tag | None:
 
 def convolve(o: Operation) -> Tag | None:
     """Mixes the channels of each group."""
-    x = o.args[0]
+    x, weight = o.args[:2]
+    o.ledger.generated |= id(weight) in o.tags
     return o.ledger.mixed(x, o.tag(x), 1, o.shape, o.given("groups", 1)) if id(x) in o.tags else None
 
 

@@ -29,6 +29,10 @@ from bkn_zoo.torch_internals import (
 
 NOT_FOLLOWED = "its input has unknown channels"
 INTERLEAVED = "the rows of its input are not grouped by image"
+GENERATED = "its input depends on convolutions whose weights are generated per call"
+NEVER_CALLED = "never called"
+UNFIT = (NEVER_CALLED, NOT_FOLLOWED, INTERLEAVED, GENERATED)
+"""Why the planner leaves a norm unchanged."""
 
 
 @dataclass
@@ -228,7 +232,7 @@ class Planner(TorchDispatchMode):
         """Whether rows are grouped by image, with the same number for each; otherwise the norm cannot be converted."""
         images = without(tag.images, range(1, tag.images.ndim)).flatten().expand(rows)
         if bool((images == MIXED).any()) or bool((images.diff() < 0).any() and not (images < ANY).any()):
-            self.plan.unfit[name] = INTERLEAVED
+            self.plan.unfit[name] = GENERATED if self.ledger.generated else INTERLEAVED
         if not self.ledger.images or rows % self.ledger.images:
             return False
         return torch.equal(images, torch.arange(self.ledger.images).repeat_interleave(rows // self.ledger.images))

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-NEVER_CALLED = "never called"
-
 
 @dataclass(frozen=True)
 class NormRow:
