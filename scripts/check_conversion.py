@@ -29,8 +29,8 @@ from bkn_zoo.checkpoints.provenance import write_results
 from bkn_zoo.conversion import convert, prove
 from bkn_zoo.conversion.checks import holds_batchnorm
 from bkn_zoo.conversion.example import inputs_of
+from bkn_zoo.conversion.ledger import tensors_in
 from bkn_zoo.conversion.proof import seeded
-from bkn_zoo.conversion.tags import tensors_in
 from bkn_zoo.errors import BknZooError
 from bkn_zoo.norms import MODES
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from bkn_zoo.conversion.batchnorm import LEARNING_GAIN, start_near_population
 from bkn_zoo.conversion.checks import check_convertible, copy_of, frozen_norms, holds_batchnorm
 from bkn_zoo.conversion.example import Inputs, inputs_of, left_alone, plans_for, reason_of
+from bkn_zoo.conversion.learning import LEARNING_GAIN, start_near_population
 from bkn_zoo.conversion.plan import INTERLEAVED, NEVER_CALLED, UNFIT, ConversionPlan, NormCall
 from bkn_zoo.conversion.record import is_open, run_with_record
 from bkn_zoo.conversion.replace import linked_norms, posing_as_batchnorms, replace_norms

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bkn_zoo.conversion.ledger import Ledger
-from bkn_zoo.conversion.tags import NOTHING, UNKNOWN, Tag, fit_shape, moved, together, without
+from bkn_zoo.conversion.ledger import NOTHING, UNKNOWN, Ledger, Tag, fit_shape, moved, together, without
 from bkn_zoo.torch_internals import memory_of, tree_leaves
 
 

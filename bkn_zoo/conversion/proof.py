@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bkn_zoo.conversion.converted import Converted
 from bkn_zoo.conversion.example import left_alone
-from bkn_zoo.conversion.tags import tensors_in
+from bkn_zoo.conversion.ledger import tensors_in
 from bkn_zoo.errors import ConversionError
 from bkn_zoo.norms.batch_kalman import BatchKalmanNorm
 from bkn_zoo.torch_internals import tree_map
