@@ -84,7 +84,8 @@ def push_to_hub(folder: str | os.PathLike[str], repository: str, *, private: boo
             repo_id=repository,
             folder_path=folder,
             allow_patterns=files,
-            delete_patterns=[WEIGHTS, INDEX, "model-?????-of-?????.safetensors"],  # of an earlier commit
+            # The weights of an earlier commit.
+            delete_patterns=[WEIGHTS, INDEX, "model-?????-of-?????.safetensors"],
             commit_message=f"Publish {folder.resolve().name} with bkn_zoo {__version__}",
         )
     return Publication(made.oid, made.commit_url)

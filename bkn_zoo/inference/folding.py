@@ -83,13 +83,17 @@ def _replace(network: nn.Module, name: str, layer: nn.Module) -> None:
 
 
 def frozen(model: AnyNetwork, as_stored: bool = False) -> AnyNetwork:
-    """A copy in float32 and evaluation mode, without gradients, which shares unchanged weights.
+    """A copy in float32 and evaluation mode, without gradients, which shares unchanged weights but no buffers.
 
     With `as_stored`, weights with two or more dimensions stay in 16 bits, as in checkpoints.
     """
     shared: dict[int, Any] = {id(weight): nn.Parameter(weight.data, False) for weight in model.parameters()}
     computed = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
-    shared |= {id(tensor): tensor.detach() for tensor in (*model.buffers(), *computed)}  # such as pruned weights
+    # Such as pruned weights.
+    shared |= {id(tensor): tensor.detach() for tensor in computed}
+    # So that PyTorch counts changes by the network's own code.
+    with torch.inference_mode(False):
+        shared |= {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
     network = copy.deepcopy(model, shared)
     network.eval()
     with_constant_weights(network)
