@@ -22,6 +22,10 @@ from bkn_zoo.norms.running import RunningNorm, refuse_single_values
 from bkn_zoo.norms.standardized import with_constant_weights
 from bkn_zoo.norms.statistics import Statistics, finish, in_full_precision
 
+SMALL_TRANSITION = 2**17
+"""Numbers in the largest transition A = U V that is multiplied out: two products with a small A are faster than seven
+operations with U and V."""
+
 AnyNetwork = TypeVar("AnyNetwork", bound=BeliefNetwork)
 """A network of the zoo, or any network that was converted as a whole."""
 
@@ -197,7 +201,7 @@ class ImageNorm(nn.Module):
     partners_mean: Any
     partners_var: Any
     link: Any = None  # as in RunningNorm
-    low_rank = False  # whether A is a product of two factors
+    low_rank = False  # whether A is used as a product of two factors
 
     def __init__(self, norm: RunningNorm, statistics: Statistics) -> None:
         super().__init__()
@@ -221,15 +225,16 @@ class ImageNorm(nn.Module):
             gain = norm.gain.repeat(norm.num_features)
             self.gain, self.distrust = nn.Buffer(gain), nn.Buffer(1 - gain)
             if norm.factors is not None:
-                self.low_rank = True
+                left, right = (in_full_precision(factor.detach()) for factor in norm.factors)
+                self.low_rank = len(left) * right.shape[1] > SMALL_TRANSITION
+            if self.low_rank:
                 # Buffers, because factors in 16 bits become new tensors here, and `JoinedInception` merges by name.
-                self.left, self.right = (nn.Buffer(in_full_precision(factor.detach())) for factor in norm.factors)
-                self.left_of_variance = nn.Buffer((1 - norm.gain).sqrt() * self.left)
+                self.left, self.right = nn.Buffer(left), nn.Buffer(right)
+                self.left_of_variance = nn.Buffer((1 - norm.gain).sqrt() * left)
             else:
-                self.transition = norm.transition
-                squares = [
-                    nn.Parameter((1 - norm.gain) * block.float().square(), False) for block in norm.transition_blocks
-                ]
+                self.transition = norm.transition if norm.factors is None else nn.Parameter(left @ right, False)
+                blocks = norm.transition_blocks if norm.factors is None else [self.transition]
+                squares = [nn.Parameter((1 - norm.gain) * block.float().square(), False) for block in blocks]
                 if squares:
                     self.transition_squared = squares[0] if len(squares) == 1 else nn.ParameterList(squares)
             self.process_noise = nn.Buffer((1 - gain) * norm.process_noise)
