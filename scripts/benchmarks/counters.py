@@ -47,7 +47,7 @@ def counters(args: argparse.Namespace) -> None:
             for mode in ("population", "sample"):
                 options = {ov.properties.hint.inference_precision: precision, "PERFORMANCE_HINT": "LATENCY"}
                 network = prepare(model, Statistics(mode, model.statistics_batch_size), as_stored=True)
-                built = build_graph(network, (3, size, size), mode == "population", options)
+                built, _ = build_graph(network, (3, size, size), mode == "population", options)
                 taken, found = count(Graph(compiled(built, options | {"PERF_COUNT": "YES"})), image, args.rounds)
                 row = {"checkpoint": name, "size": size, "precision": precision, "statistics": mode}
                 for kind in (*KINDS.values(), "other"):
