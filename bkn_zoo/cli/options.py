@@ -183,9 +183,7 @@ def evaluate_parser() -> Parser:
     add_device(parser)
     add_workers(parser)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON to this file")
-    parser.add_argument(
-        "--report", type=Path, metavar="FOLDER", help="write pictures and a table of classes here"
-    )
+    parser.add_argument("--report", type=Path, metavar="FOLDER", help="write pictures and a table of classes here")
     return parser
 
 

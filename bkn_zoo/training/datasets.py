@@ -4,7 +4,6 @@ import csv
 import hashlib
 import json
 import os
-import pickle
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -210,44 +209,22 @@ def fingerprint(data: Data, root: Path, listed: bool = False) -> str:
 
 
 def _cifar(name: str, root: Path, size: int | None) -> Loaded:
-    """CIFAR-10 or CIFAR-100, the files of the Python version."""
-    folder, train_files, test_file, meta, labels, names = {
-        "cifar10": (
-            "cifar-10-batches-py", [f"data_batch_{k}" for k in range(1, 6)], "test_batch", "batches.meta",
-            b"labels", b"label_names",
-        ),
-        "cifar100": ("cifar-100-python", ["train"], "test", "meta", b"fine_labels", b"fine_label_names"),
-    }[name]  # fmt: skip
+    """CIFAR-10 or CIFAR-100, the files of the Python version. They are pickles; torchvision compares their hashes."""
+    from torchvision.datasets import CIFAR10, CIFAR100
 
-    def read(file: str, *keys: bytes) -> list[Any]:
-        path = root / folder / file
-        if not path.is_file():
-            raise InputError(f"{path} does not exist: unpack {SOURCES[name]} in {root}.")
-        try:
-            with path.open("rb") as stream:
-                content = _CifarUnpickler(stream, encoding="bytes").load()
-            return [content[key] for key in keys]
-        except Exception as error:  # damaged bytes can raise anything
-            raise InputError(f"{path} is not the official file ({error}): download it again.") from None
-
-    def images(files: list[str]) -> ArrayImages:
-        parts = [read(file, b"data", labels) for file in files]
-        pixels = np.concatenate([data for data, _ in parts]).reshape(-1, 3, 32, 32)
-        return ArrayImages(torch.from_numpy(pixels.copy()), torch.tensor([x for _, found in parts for x in found]))
-
+    kind = CIFAR10 if name == "cifar10" else CIFAR100
+    try:
+        trained, tested = (kind(root, train=part) for part in (True, False))
+    except (RuntimeError, OSError):
+        folder = root / kind.base_folder
+        raise InputError(f"{folder} lacks official files, or they differ: unpack {SOURCES[name]} in {root}.") from None
+    train, test = (
+        ArrayImages(torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(part.targets))
+        for part in (trained, tested)
+    )
     mean, std = MEAN_STD[name]
     preprocessing = Preprocessing(size=size or 32, native_size=32, mean=mean, std=std)
-    label_names = [label.decode() for label in read(meta, names)[0]]
-    return images(train_files), None, images([test_file]), label_names, preprocessing
-
-
-class _CifarUnpickler(pickle.Unpickler):
-    """Reads the official files, which are pickles, and refuses everything that they do not need."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module.split(".")[0], name) in {("numpy", "ndarray"), ("numpy", "dtype"), ("numpy", "_reconstruct")}:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it contains {module}.{name}")
+    return train, None, test, list(trained.classes), preprocessing
 
 
 def _tiny_imagenet(name: str, root: Path, size: int | None) -> Loaded:
