@@ -278,15 +278,13 @@ def _tree(name: str, root: Path, size: int | None) -> Loaded:
     if not label_names:
         raise InputError(f"{train_root} has no subfolders: create one per class, with its images.")
     if len(label_names) == 1:
-        raise InputError(
-            f"{train_root} has only one class, {label_names[0]!r}: pass the folder that has one subfolder per class."
-        )
+        told = f"{train_root} has only one class, {label_names[0]!r}"
+        raise InputError(f"{told}: pass the folder that has one subfolder per class.")
     for path in beside:
         more = [found.name for found in _folders(path) if found.name not in label_names and image_files(found)]
         if more:
-            raise InputError(
-                f"{path} has classes that {train_root} lacks ({', '.join(more)}): add them there, or remove them."
-            )
+            told = f"{path} has classes that {train_root} lacks ({', '.join(more)})"
+            raise InputError(f"{told}: add them there, or remove them.")
     passed: Counter[str] = Counter()
     trained, *others = (_list_files(path, label_names, passed) for path in (train_root, *beside))
     if passed and speaks():

@@ -34,9 +34,8 @@ def fit(
 ) -> None:  # fmt: skip
     """Train to the end of the recipe, from the current step of `training`.
 
-    Each epoch adds a line to log.jsonl and to `training.history`. The state is saved before the first step, after the
-    first and the last epoch, after other epochs if the last save was half a minute ago, every `save_minutes`, and on
-    SIGINT or SIGTERM, which then raise `Stopped`. A second SIGINT raises KeyboardInterrupt at once.
+    The state is saved before the first step, after the first and the last epoch, after others if the last save was half
+    a minute ago, every `save_minutes`, and on SIGINT or SIGTERM, which then raise `Stopped`; a second SIGINT at once.
     """
     local_batch(recipe, data)
     steps = len(data.train) // recipe.gradient_batch * recipe.epochs
@@ -52,8 +51,7 @@ def fit(
         if _rank() == 0:
             write_log(training.history, folder)  # without the lines of epochs that will be repeated
             save_state(training, recipe, folder)
-            for line in training.history if writer else ():
-                _write_scalars(writer, line)
+            _write_scalars(writer, training.history)
         while training.step < steps and not training.finished:
             line = _train_epoch(training, recipe, data, runtime, step, saves, progress)
             with autocast(recipe, runtime.device):
@@ -65,12 +63,11 @@ def fit(
                 training.keep_weights()
             if _rank() == 0:
                 write_log(training.history, folder)
-                if writer:
-                    _write_scalars(writer, line)
+                _write_scalars(writer, [line])
             tired = largest_of_all(int(_is_tired(training, recipe, steps)))
             training.finished = training.step == steps or bool(tired)
             progress.after_epoch(line)
-            saves.after_epoch()
+            saves.if_due([], training.finished or len(training.history) == 1)
 
 
 def validate_epoch(training: Training, recipe: Recipe, data: Data, runtime: Runtime) -> dict[str, dict[str, float]]:
@@ -111,7 +108,7 @@ def _train_epoch(
         training.step += 1
         progress.after_step(losses)
         if training.step % per_epoch:  # after the last step of an epoch, save only with its line in the history
-            saves.within_epoch(losses)
+            saves.if_due(losses)
     line: dict[str, Any] = {"epoch": epoch + 1, "step": training.step}
     line["loss"] = mean_losses(losses, training.step).mean().item()
     line["images_per_s"] = recipe.gradient_batch * len(losses) / (time.monotonic() - started)
@@ -134,21 +131,15 @@ class _Saves:
     def elapsed(self) -> float:
         return time.monotonic() - self.begun
 
-    def within_epoch(self, losses: list[Tensor]) -> None:
-        if wish := self._wish(self.patience):
+    def if_due(self, losses: list[Tensor], due: bool = False) -> None:
+        """Save after a step, with the losses of its epoch so far, or after an epoch, with none; then stop if asked."""
+        patience = self.patience if losses else min(EPOCH_SECONDS, self.patience)
+        # Clocks and signals differ between processes, so they agree: 1 means save, more is the signal to stop for.
+        wish = largest_of_all(self.interruption.received or int(due or time.monotonic() - self.last > patience))
+        if not wish:
+            return
+        if losses:
             self.training.losses, self.training.seconds = mean_losses(losses, self.training.step), self.elapsed()
-            self._save(wish)
-
-    def after_epoch(self) -> None:
-        due = self.training.finished or len(self.training.history) == 1
-        if wish := self._wish(min(EPOCH_SECONDS, self.patience), due):
-            self._save(wish)
-
-    def _wish(self, patience: float, due: bool = False) -> int:
-        """1 means save, more is the signal to stop for. Clocks and signals differ between processes, so they agree."""
-        return largest_of_all(self.interruption.received or int(due or time.monotonic() - self.last > patience))
-
-    def _save(self, wish: int) -> None:
         if _rank() == 0:
             save_state(self.training, self.recipe, self.folder)
         self.last = time.monotonic()
@@ -165,12 +156,13 @@ def _tensorboard(folder: Path, log: str | None) -> AbstractContextManager[Any]:
     return SummaryWriter(folder / "tensorboard", purge_step=0)
 
 
-def _write_scalars(writer: Any, line: dict[str, Any]) -> None:
-    values = {name: line[name] for name in ("loss", "images_per_s") if line[name] is not None}
-    for mode, metrics in line["validation"].items():
-        values |= {f"validation/{mode}/{name}": value for name, value in metrics.items()}
-    for name, value in values.items():
-        writer.add_scalar(name, value, line["epoch"])
+def _write_scalars(writer: Any, lines: list[dict[str, Any]]) -> None:
+    for line in lines if writer else ():
+        values = {name: line[name] for name in ("loss", "images_per_s") if line[name] is not None}
+        for mode, metrics in line["validation"].items():
+            values |= {f"validation/{mode}/{name}": value for name, value in metrics.items()}
+        for name, value in values.items():
+            writer.add_scalar(name, value, line["epoch"])
 
 
 class _Progress:
@@ -218,14 +210,11 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def further_images(
-    recipe: Recipe, data: Data, device: torch.device, batches: int, workers: int = 0
-) -> Iterator[Tensor]:  # fmt: skip
+def further_images(recipe: Recipe, data: Data, runtime: Runtime, batches: int) -> Iterator[Tensor]:
     """Images of one more epoch, in passes as in training, of at most this many gradient batches."""
-    batch = images_at_a_time(recipe)
-    more = training_batches(
-        _at_training_size(data, recipe), batch, recipe.epochs, recipe.seed, recipe.augmentation, device, workers=workers
-    )
+    batch, sized = images_at_a_time(recipe), _at_training_size(data, recipe)
+    numbers = batch, recipe.epochs, recipe.seed
+    more = training_batches(sized, *numbers, recipe.augmentation, runtime.device, workers=runtime.workers)
     for images, _ in islice(more, batches * recipe.gradient_batch // batch):
         yield images.contiguous(memory_format=torch.channels_last)
 
@@ -252,21 +241,15 @@ def largest_of_all(number: int) -> int:
 
 def local_batch(recipe: Recipe, data: Data) -> int:
     """The images of each process per step; an error if they cannot be split as the recipe says."""
-    if len(data.train) < recipe.gradient_batch:
-        raise InputError(
-            f"{len(data.train)} training images do not fill a batch of {recipe.gradient_batch}: choose a smaller one."
-        )
-    ranks = processes()
-    local, rest = divmod(recipe.gradient_batch, ranks)
+    batch, micro, ranks = recipe.gradient_batch, recipe.micro_batch, processes()
+    if len(data.train) < batch:
+        raise InputError(f"{len(data.train)} training images do not fill a batch of {batch}: choose a smaller one.")
+    local, rest = divmod(batch, ranks)
     if rest:
-        raise InputError(
-            f"a gradient batch of {recipe.gradient_batch} cannot be divided among {ranks} processes: choose a multiple."
-        )
-    if local % (recipe.micro_batch or local):
-        raise InputError(
-            f"a batch of {counted(local, 'image')} per process cannot be split into micro-batches of "
-            f"{recipe.micro_batch}: use a divisor."
-        )
+        raise InputError(f"a gradient batch of {batch} cannot be divided among {ranks} processes: choose a multiple.")
+    if local % (micro or local):
+        told = f"a batch of {counted(local, 'image')} per process cannot be split into micro-batches of {micro}"
+        raise InputError(f"{told}: use a divisor.")
     return local
 
 
