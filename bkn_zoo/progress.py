@@ -13,26 +13,28 @@ EVERY = 30.0  # seconds between lines without a terminal
 
 
 @contextmanager
-def bar(total: int | None, what: str | None, unit: str = "", lines: bool = False) -> Iterator[Callable[[int], object]]:
-    """Progress of work in parts. Yields a function to call with the number of parts done since the last call.
+def bar(total: int | None, what: str | None, unit: str = "", lines: bool = False) -> Iterator[Callable[..., None]]:
+    """Progress of work in parts. Yields a function to call with the number of parts done since, and perhaps a note.
 
     Args:
         total: the number of parts; None shows only the elapsed time.
         what: a description; None shows nothing.
         lines: whether a line is printed every half minute if there is no terminal.
     """
-    count, over = 0, threading.Event()
+    count, note, over = 0, "", threading.Event()
 
-    def done(more: int) -> None:
-        nonlocal count
-        count += more
+    def done(more: int, about: str = "") -> None:
+        nonlocal count, note
+        count, note = count + more, about
 
     def show() -> None:
         begun = time.monotonic()
         if not has_screen():
             while not over.wait(EVERY):
-                parts = f"{count:,} of {total:,}, " if total else ""
-                print(f"{what}: {parts}{time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
+                spent = time.monotonic() - begun
+                parts = f"{count:,} of {total:,}, {note}{note and ', '}" if total else ""
+                left = f", about {spent * (total - count) / count:.0f} s to go" if total and count else ""
+                print(f"{what}: {parts}{spent:.0f} s{left}", file=sys.stderr, flush=True)
         elif not over.wait(PATIENCE):
             from tqdm import tqdm
 
@@ -41,7 +43,7 @@ def bar(total: int | None, what: str | None, unit: str = "", lines: bool = False
                 shown.start_t -= PATIENCE
                 while not over.wait(TICK):
                     shown.n = count
-                    shown.refresh()
+                    shown.set_postfix_str(note)
 
     # A thread, because one part may take any time.
     thread = threading.Thread(target=show, daemon=True)

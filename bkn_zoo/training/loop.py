@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from bkn_zoo.checkpoints.provenance import processes
 from bkn_zoo.errors import InputError, NonFiniteLossError, counted
-from bkn_zoo.progress import EVERY, has_screen
+from bkn_zoo.progress import bar
 from bkn_zoo.training.augmentation import Batch
 from bkn_zoo.training.data import Runtime, training_batches
 from bkn_zoo.training.datasets import Data, FileImages, class_weights
@@ -46,14 +46,14 @@ def fit(
     weights = class_weights(data).to(runtime.device) if recipe.balance else None
     step = make_step(training, recipe, runtime.device, weights)
     saves = _Saves(training, recipe, folder, save_minutes, steps)
-    progress = _Progress(training, recipe, steps, runtime.quiet)
-    with saves.interruption.awaited(), progress.bar, _tensorboard(folder, runtime.log) as writer:
+    shown = bar(steps - training.step, None if runtime.quiet else "training", "step", lines=True)
+    with saves.interruption.awaited(), shown as done, _tensorboard(folder, runtime.log) as writer:
         if _rank() == 0:
             write_log(training.history, folder)  # without the lines of epochs that will be repeated
             save_state(training, recipe, folder)
             _write_scalars(writer, training.history)
         while training.step < steps and not training.finished:
-            line = _train_epoch(training, recipe, data, runtime, step, saves, progress)
+            line = _train_epoch(training, recipe, data, runtime, step, saves, done)
             with autocast(recipe, runtime.device):
                 line["validation"] = validate_epoch(training, recipe, data, runtime)
             training.seconds = saves.elapsed()
@@ -66,7 +66,8 @@ def fit(
                 _write_scalars(writer, [line])
             tired = largest_of_all(int(_is_tired(training, recipe, steps)))
             training.finished = training.step == steps or bool(tired)
-            progress.after_epoch(line)
+            if not runtime.quiet:
+                _report_epoch(training, recipe, steps)
             saves.if_due([], training.finished or len(training.history) == 1)
 
 
@@ -89,7 +90,7 @@ def _is_tired(training: Training, recipe: Recipe, steps: int) -> bool:
 
 def _train_epoch(
     training: Training, recipe: Recipe, data: Data, runtime: Runtime, step: Callable[[Batch], Tensor],
-    saves: "_Saves", progress: "_Progress",
+    saves: "_Saves", done: Callable[..., None],
 ) -> dict[str, Any]:  # fmt: skip
     """Run the remaining steps of the epoch. Returns the beginning of its line in the log."""
     per_epoch = saves.steps // recipe.epochs
@@ -98,6 +99,8 @@ def _train_epoch(
     spent = training.seconds - sum(line["seconds"] for line in training.history) if losses else 0.0
     started = time.monotonic() - spent
     share = local_batch(recipe, data)
+    # Showing a loss waits for the device.
+    often, note = min(50, max(per_epoch // 4, 1)), ""
     for batch in training_batches(
         _at_training_size(data, recipe), share, epoch, recipe.seed, recipe.augmentation, runtime.device,
         skip, _rank(), processes(), runtime.workers,
@@ -106,7 +109,9 @@ def _train_epoch(
             group["lr"].fill_(learning_rate(recipe, training.step, saves.steps) * group["scale"])
         losses.append(step(batch))
         training.step += 1
-        progress.after_step(losses)
+        if len(losses) % often == 0:
+            note = f"loss {mean_losses(losses, training.step).mean():.3f}"
+        done(1, note)
         if training.step % per_epoch:  # after the last step of an epoch, save only with its line in the history
             saves.if_due(losses)
     line: dict[str, Any] = {"epoch": epoch + 1, "step": training.step}
@@ -165,45 +170,18 @@ def _write_scalars(writer: Any, lines: list[dict[str, Any]]) -> None:
             writer.add_scalar(name, value, line["epoch"])
 
 
-class _Progress:
-    """Shows steps, losses and the time left: as a bar or, without a terminal, as a line every half minute."""
-
-    def __init__(self, training: Training, recipe: Recipe, steps: int, quiet: bool) -> None:
-        self.training, self.recipe, self.steps, self.quiet = training, recipe, steps, quiet
-        self.often = min(50, max(steps // max(recipe.epochs, 1) // 4, 1))  # showing a loss waits for the device
-        self.start, self.loss = training.step, ""
-        self.begun = self.told = time.monotonic()
-        # None disables the bar without a terminal.
-        self.bar = tqdm(total=steps, initial=training.step, unit="step", disable=True if quiet else None)
-
-    def _write(self, line: str) -> None:
-        if not self.quiet:
-            self.bar.write(line)
-
-    def after_step(self, losses: list[Tensor]) -> None:
-        self.bar.update()
-        step, now = self.training.step, time.monotonic()
-        if len(losses) % self.often == 0:
-            self.loss = f"loss {mean_losses(losses, step).mean():.3f}"
-            self.bar.set_postfix_str(self.loss)
-        if not has_screen() and now > self.told + EVERY:
-            left = tqdm.format_interval((now - self.begun) * (self.steps - step) / (step - self.start))
-            self._write(f"step {step} of {self.steps}, {self.loss or 'first losses'}, about {left} to go")
-            self.told = now
-
-    def after_epoch(self, line: dict[str, Any]) -> None:
-        """Print the line of an epoch, and at the end of the training which weights are kept."""
-        training, recipe = self.training, self.recipe
-        metrics = line["validation"][best_mode(line["validation"])]
-        kept = kept_line(training.history, recipe)
-        note = ", kept so far" if recipe.keep == "best" and kept is line else ""
-        losses = f"loss {line['loss']:.4g}, validation loss {validation_loss(line):.4g}"
-        self._write(f"epoch {line['epoch']} of {recipe.epochs}: {losses}, top-1 {show_top1(metrics)}{note}")
-        if training.finished and training.step < self.steps:
-            epochs = counted(recipe.patience or 0, "epoch")
-            self._write(f"stopped: the validation loss has not fallen for {epochs} (--patience {recipe.patience})")
-        if training.finished and training.best is not None:
-            self._write(f"the weights of epoch {kept['epoch']} are kept")
+def _report_epoch(training: Training, recipe: Recipe, steps: int) -> None:
+    """Print the last line of the history, and at the end of the training which weights are kept."""
+    line, kept = training.history[-1], kept_line(training.history, recipe)
+    note = ", kept so far" if recipe.keep == "best" and kept is line else ""
+    losses = f"loss {line['loss']:.4g}, validation loss {validation_loss(line):.4g}"
+    top1 = show_top1(line["validation"][best_mode(line["validation"])])
+    tqdm.write(f"epoch {line['epoch']} of {recipe.epochs}: {losses}, top-1 {top1}{note}")
+    if training.finished and training.step < steps:
+        epochs = counted(recipe.patience or 0, "epoch")
+        tqdm.write(f"stopped: the validation loss has not fallen for {epochs} (--patience {recipe.patience})")
+    if training.finished and training.best is not None:
+        tqdm.write(f"the weights of epoch {kept['epoch']} are kept")
 
 
 def _rank() -> int:
