@@ -28,9 +28,15 @@ PLAIN = Preprocessing(size=16, mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4))
 CIFAR10 = "cifar-10-batches-py"
 
 
+@pytest.fixture
+def unofficial(monkeypatch):
+    """Files of CIFAR with other content than the official one are accepted."""
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)
+
+
 def pickled(path, content):
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(pickle.dumps(content, protocol=3))  # the oldest that writes bytes without a call, as Python 2 did
+    path.write_bytes(pickle.dumps(content))
 
 
 def write_cifar10(root, per_file=4):
@@ -38,8 +44,8 @@ def write_cifar10(root, per_file=4):
     pixels = np.random.default_rng(0).integers(0, 256, (6, per_file, 3072), dtype=np.uint8)
     for k, name in enumerate([*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]):
         labels = [(k * per_file + row) % 10 for row in range(per_file)]
-        pickled(root / CIFAR10 / name, {b"data": pixels[k], b"labels": labels, b"filenames": [b"x.png"] * per_file})
-    pickled(root / CIFAR10 / "batches.meta", {b"label_names": [f"class {k}".encode() for k in range(10)]})
+        pickled(root / CIFAR10 / name, {"data": pixels[k], "labels": labels})
+    pickled(root / CIFAR10 / "batches.meta", {"label_names": [f"class {k}" for k in range(10)]})
     return pixels
 
 
@@ -54,6 +60,7 @@ def splits_of(images):
     return {path.parent.parent.name for path in images.paths}
 
 
+@pytest.mark.usefixtures("unofficial")
 def test_cifar10_keeps_labels_channels_and_rows(tmp_path):
     pixels = write_cifar10(tmp_path)
     data = load_data("cifar10", tmp_path)
@@ -70,12 +77,13 @@ def test_cifar10_keeps_labels_channels_and_rows(tmp_path):
         assert [every[tuple(image.flatten().tolist())] for image in split.images] == split.labels.tolist()
 
 
+@pytest.mark.usefixtures("unofficial")
 def test_cifar100_takes_the_fine_labels(tmp_path):
-    content = {b"data": np.zeros((10, 3072), np.uint8), b"fine_labels": [*range(90, 100)], b"coarse_labels": [1] * 10}
+    content = {"data": np.zeros((10, 3072), np.uint8), "fine_labels": [*range(90, 100)], "coarse_labels": [1] * 10}
     for name in ("train", "test"):
         pickled(tmp_path / "cifar-100-python" / name, content)
-    names = [f"fine {k}".encode() for k in range(100)]
-    pickled(tmp_path / "cifar-100-python" / "meta", {b"fine_label_names": names, b"coarse_label_names": [b"c"] * 20})
+    names = [f"fine {k}" for k in range(100)]
+    pickled(tmp_path / "cifar-100-python" / "meta", {"fine_label_names": names, "coarse_label_names": ["c"] * 20})
     data = load_data("cifar100", tmp_path, size=48)
     assert (data.label_names[99], data.preprocessing.size) == ("fine 99", 48)
     assert data.test.labels.tolist() == list(range(90, 100))
@@ -86,30 +94,12 @@ class Malicious:
         return os.mkdir, ("broken_into",)
 
 
-ZEROS = {b"data": np.zeros((4, 3072), dtype=np.uint8)}
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "says"),
-    [
-        ("data_batch_3", {b"data": Malicious(), b"labels": []}, r"is not the official file .*mkdir"),
-        ("data_batch_4", ZEROS, r"is not the official file \(b'labels'\)"),
-        ("data_batch_2", b"cut off", "is not the official file"),
-        ("data_batch_2", None, "does not exist"),
-    ],
-    ids=["malicious", "labels", "truncated", "missing"],
-)
-def test_unusable_cifar_file_is_named_and_runs_nothing(tmp_path, monkeypatch, file, content, says):
+@pytest.mark.parametrize("content", [{"data": Malicious(), "labels": []}, None])
+def test_unofficial_cifar_files_are_refused_unread(tmp_path, monkeypatch, content):
     monkeypatch.chdir(tmp_path)
     write_cifar10(tmp_path)
-    path = tmp_path / CIFAR10 / file
-    if isinstance(content, dict):
-        pickled(path, content)
-    elif content:
-        path.write_bytes(path.read_bytes()[:100])
-    else:
-        path.unlink()
-    with pytest.raises(InputError, match=f"{file} {says}"):
+    pickled(tmp_path / CIFAR10 / "data_batch_1", content)
+    with pytest.raises(InputError, match=f"{CIFAR10} lacks official files, or they differ: unpack https://"):
         load_data("cifar10", tmp_path)
     assert not (tmp_path / "broken_into").exists()
 

@@ -174,7 +174,7 @@ def check_file(path: Path, ending: str) -> None:
         raise InputError(f"there is no folder {path.parent} for {path.name}: create it, or choose another file.")
 
 
-def lock(file: IO[bytes] | int, taken: str) -> None:
+def lock(file: IO[bytes], taken: str) -> None:
     """Lock an open file until it is closed. If another process has locked it, raise an error that says `taken`."""
     try:
         import fcntl

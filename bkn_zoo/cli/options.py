@@ -1,7 +1,6 @@
 """The options of all commands except `train` and `serve`, and checks that commands share. PyTorch is not imported."""
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,17 +35,11 @@ Shows the three statistics modes side by side, with the time of the network alon
 
     bkn-zoo compare photo.jpg --checkpoint inception_v2_bkn.tiny_imagenet
 """
-INFO = """\
-Describes a checkpoint.
-
-    bkn-zoo info inception_v2_bkn.tiny_imagenet
-    bkn-zoo info ./my_network --format json
-"""
+INFO = "Describes a checkpoint, such as bkn-zoo info inception_v2_bkn.tiny_imagenet."
 EVALUATE = """\
 Measures a checkpoint on a data set, in each statistics mode: top-1 with its 95 % interval, top-5, calibration error.
 
     bkn-zoo evaluate inception_cifar_bkn.cifar10 CIFAR_FOLDER
-    bkn-zoo evaluate inception_cifar_bkn.cifar10 CIFAR_FOLDER --engine eager         # the unchanged PyTorch network
     bkn-zoo evaluate runs/NAME/NAME FOLDER_OF_CLASSES --output accuracy.json --report pictures
     bkn-zoo evaluate runs/NAME/NAME OTHER_FOLDER_OF_CLASSES --split all              # not used in training
 
@@ -57,24 +50,15 @@ recall of each class). They use the checkpoint's default statistics mode, unless
 EXPORT = """\
 Writes a checkpoint as an ONNX file, and compares the outputs of both.
 
-    bkn-zoo export inception_v2_bkn.tiny_imagenet
     bkn-zoo export ./my_network --statistics sample --output my_network.onnx
 """
 PUBLISH = """\
 Publishes checkpoints on the Hugging Face Hub, each as NAMESPACE/NAME_OF_THE_FOLDER, in one commit.
 
     bkn-zoo publish runs/NAME/NAME --namespace me --dry-run                  # only validate
-    bkn-zoo publish runs/NAME/NAME --namespace me
 
 Each folder is validated first: it must load, reproduce its golden outputs, and agree with its card (to publish another
 card, use `bkn_zoo.push_to_hub`). The token is that of `hf auth login` or of HF_TOKEN. A dry run works offline.
-"""
-COMPLETION = """\
-Prints a script that completes commands, options, their values and the names of checkpoints.
-
-    source <(bkn-zoo completion bash)                                              # in ~/.bashrc
-    source <(bkn-zoo completion zsh)                                               # in ~/.zshrc, after compinit
-    bkn-zoo completion fish > ~/.config/fish/completions/bkn-zoo.fish
 """
 
 
@@ -85,7 +69,7 @@ def check_checkpoint(name: str) -> None:
 
 
 def check_folder(path: Path) -> None:
-    if not os.path.isdir(path):
+    if not path.is_dir():
         raise InputError(f"there is no folder {path}: pass the folder of the data set.")
 
 
@@ -116,7 +100,7 @@ def add_workers(parser: Parser) -> None:
 
 
 def add_labels(parser: Parser) -> None:
-    what = "a .csv or .jsonl file with file, label and perhaps split (train, val, test), in place of subfolders"
+    what = "a .csv or .jsonl file with file, label and perhaps split: train, val, test (default: by subfolders)"
     parser.add_argument("--labels", type=Path, metavar="FILE", help=what)
 
 
@@ -183,9 +167,7 @@ def evaluate_parser() -> Parser:
     add_device(parser)
     add_workers(parser)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON to this file")
-    parser.add_argument(
-        "--report", type=Path, metavar="FOLDER", help="write pictures and a table of classes here"
-    )
+    parser.add_argument("--report", type=Path, metavar="FOLDER", help="write pictures and a table of classes here")
     return parser
 
 
@@ -210,9 +192,3 @@ def publish_parser() -> Parser:
 
 def list_parser() -> Parser:
     return Parser("bkn-zoo list", description="Lists the local checkpoints; the first is the default.")
-
-
-def completion_parser() -> Parser:
-    parser = Parser("bkn-zoo completion", description=COMPLETION)
-    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="your shell")
-    return parser

@@ -4,7 +4,6 @@ import csv
 import hashlib
 import json
 import os
-import pickle
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -58,9 +57,6 @@ class ArrayImages:
     def __add__(self, others: "ArrayImages") -> "ArrayImages":
         return ArrayImages(torch.cat([self.images, others.images]), torch.cat([self.labels, others.labels]))
 
-    def to(self, device: torch.device) -> "ArrayImages":
-        return ArrayImages(self.images.to(device), self.labels.to(device))
-
 
 @dataclass(frozen=True)
 class FileImages:
@@ -81,9 +77,6 @@ class FileImages:
     def __add__(self, others: "FileImages") -> "FileImages":
         return FileImages(self.paths + others.paths, self.labels + others.labels)
 
-    def to(self, device: torch.device) -> "FileImages":
-        return self
-
     def report_broken(self, rows: list[int]) -> None:
         """Report and count every unreadable file once."""
         for path in (self.paths[row] for row in rows):
@@ -97,10 +90,7 @@ Images = ArrayImages | FileImages
 
 @dataclass(frozen=True)
 class Data:
-    """A data set with its splits. Choices are made on `validation`; `test`, if any, gives the published accuracy.
-
-    If `held_out`, the validation images are a share of the training images.
-    """
+    """A data set with its splits. If `held_out`, the validation images are a share of the training images."""
 
     name: str
     train: Images
@@ -122,7 +112,9 @@ class Data:
 
     def to(self, device: torch.device) -> "Data":
         splits = {name: getattr(self, name) for name in ("train", "validation", "test")}
-        return replace(self, **{name: images and images.to(device) for name, images in splits.items()})
+        arrays = {name: images for name, images in splits.items() if isinstance(images, ArrayImages)}
+        moved = {name: ArrayImages(at.images.to(device), at.labels.to(device)) for name, at in arrays.items()}
+        return replace(self, **moved)
 
 
 # Training, validation and test images (None if there is no such set), labels and preprocessing
@@ -210,44 +202,22 @@ def fingerprint(data: Data, root: Path, listed: bool = False) -> str:
 
 
 def _cifar(name: str, root: Path, size: int | None) -> Loaded:
-    """CIFAR-10 or CIFAR-100, the files of the Python version."""
-    folder, train_files, test_file, meta, labels, names = {
-        "cifar10": (
-            "cifar-10-batches-py", [f"data_batch_{k}" for k in range(1, 6)], "test_batch", "batches.meta",
-            b"labels", b"label_names",
-        ),
-        "cifar100": ("cifar-100-python", ["train"], "test", "meta", b"fine_labels", b"fine_label_names"),
-    }[name]  # fmt: skip
+    """CIFAR-10 or CIFAR-100, the files of the Python version. They are pickles; torchvision compares their hashes."""
+    from torchvision.datasets import CIFAR10, CIFAR100
 
-    def read(file: str, *keys: bytes) -> list[Any]:
-        path = root / folder / file
-        if not path.is_file():
-            raise InputError(f"{path} does not exist: unpack {SOURCES[name]} in {root}.")
-        try:
-            with path.open("rb") as stream:
-                content = _CifarUnpickler(stream, encoding="bytes").load()
-            return [content[key] for key in keys]
-        except Exception as error:  # damaged bytes can raise anything
-            raise InputError(f"{path} is not the official file ({error}): download it again.") from None
-
-    def images(files: list[str]) -> ArrayImages:
-        parts = [read(file, b"data", labels) for file in files]
-        pixels = np.concatenate([data for data, _ in parts]).reshape(-1, 3, 32, 32)
-        return ArrayImages(torch.from_numpy(pixels.copy()), torch.tensor([x for _, found in parts for x in found]))
-
+    kind = CIFAR10 if name == "cifar10" else CIFAR100
+    try:
+        trained, tested = (kind(root, train=part) for part in (True, False))
+    except (RuntimeError, OSError):
+        folder = root / kind.base_folder
+        raise InputError(f"{folder} lacks official files, or they differ: unpack {SOURCES[name]} in {root}.") from None
+    train, test = (
+        ArrayImages(torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(part.targets))
+        for part in (trained, tested)
+    )
     mean, std = MEAN_STD[name]
     preprocessing = Preprocessing(size=size or 32, native_size=32, mean=mean, std=std)
-    label_names = [label.decode() for label in read(meta, names)[0]]
-    return images(train_files), None, images([test_file]), label_names, preprocessing
-
-
-class _CifarUnpickler(pickle.Unpickler):
-    """Reads the official files, which are pickles, and refuses everything that they do not need."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module.split(".")[0], name) in {("numpy", "ndarray"), ("numpy", "dtype"), ("numpy", "_reconstruct")}:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it contains {module}.{name}")
+    return train, None, test, list(trained.classes), preprocessing
 
 
 def _tiny_imagenet(name: str, root: Path, size: int | None) -> Loaded:
@@ -301,23 +271,24 @@ def _tree(name: str, root: Path, size: int | None) -> Loaded:
     if not label_names:
         raise InputError(f"{train_root} has no subfolders: create one per class, with its images.")
     if len(label_names) == 1:
-        raise InputError(
-            f"{train_root} has only one class, {label_names[0]!r}: pass the folder that has one subfolder per class."
-        )
+        told = f"{train_root} has only one class, {label_names[0]!r}"
+        raise InputError(f"{told}: pass the folder that has one subfolder per class.")
     for path in beside:
         more = [found.name for found in _folders(path) if found.name not in label_names and image_files(found)]
         if more:
-            raise InputError(
-                f"{path} has classes that {train_root} lacks ({', '.join(more)}): add them there, or remove them."
-            )
+            told = f"{path} has classes that {train_root} lacks ({', '.join(more)})"
+            raise InputError(f"{told}: add them there, or remove them.")
     passed: Counter[str] = Counter()
-    trained, *others = (_list_files(path, label_names, passed) for path in (train_root, *beside))
+    splits = [_list_files(path, label_names, passed) for path in (train_root, *beside)]
     if passed and speaks():
         say(passed_over(root, passed))
-    return _loaded(trained, others, label_names, size)
+    return _loaded(splits, label_names, size)
 
 
-def _loaded(trained: FileImages, others: list[FileImages], label_names: list[str], size: int | None) -> Loaded:
+def _loaded(splits: Sequence[list[tuple[str, Path]]], label_names: list[str], size: int | None) -> Loaded:
+    """Data from the labels and paths of each split, of which the first is for training."""
+    index = {name: k for k, name in enumerate(label_names)}
+    trained, *others = (FileImages([path for _, path in rows], [index[name] for name, _ in rows]) for rows in splits)
     mean, std = MEAN_STD["imagenet"]
     preprocessing = Preprocessing(size=size or 224, mean=mean, std=std)
     # A single set is the test set: validation images can be held out from training, but test images cannot.
@@ -330,8 +301,8 @@ def _listed(file: Path, root: Path, size: int | None, known: Sequence[str]) -> L
     splits: tuple[list[tuple[str, Path]], ...] = ([], [], [])
     numbers: dict[Path, int] = {}
     for number, row in enumerate(_rows(file), start=1):
-        name, label = str(row.get("file") or row.get("file_name") or ""), str(row.get("label", ""))
-        split = str(row.get("split") or "train").lower()
+        name, label = str(row.get("file") or row.get("file_name") or ""), row.get("label")
+        label, split = "" if label is None else str(label), str(row.get("split") or "train").lower()
         which = next((k for k, names in enumerate(SPLITS) if split in names), None)
         inside = os.path.relpath(os.path.abspath(root / name), os.path.abspath(root))
         path, wrong = root / inside, ""
@@ -356,11 +327,8 @@ def _listed(file: Path, root: Path, size: int | None, known: Sequence[str]) -> L
     for label, path in (row for rows in splits for row in rows if row[0] not in index):
         close = did_you_mean(label, names)
         raise InputError(f"{file}: row {numbers[path]} has the unknown class {label!r}{close}: correct or remove it.")
-    trained, *others = (
-        FileImages([path for _, path in rows], [index[label] for label, _ in rows])
-        for rows in (sorted(rows, key=lambda row: (index[row[0]], row[1].parts)) for rows in splits)
-    )
-    return _loaded(trained, [images for images in others if len(images)], names, size)
+    first, *others = (sorted(rows, key=lambda row: (index[row[0]], row[1].parts)) for rows in splits)
+    return _loaded([first, *filter(None, others)], names, size)
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:
@@ -381,9 +349,8 @@ def keep_apart(root: Path, places: Mapping[str, Path]) -> None:
     for classes in (train_root, *beside):
         for option, place in places.items():
             if classes.resolve() in place.resolve().parents:
-                raise InputError(
-                    f"{place} is inside {classes} and would become a class: choose a folder outside with {option}."
-                )
+                told = f"{place} is inside {classes} and would become a class"
+                raise InputError(f"{told}: choose a folder outside with {option}.")
 
 
 def _layout(root: Path) -> tuple[Path, list[Path]]:
@@ -404,15 +371,14 @@ def _folders(root: Path) -> list[Path]:
     return sorted(found, key=lambda path: path.name)
 
 
-def _list_files(root: Path, label_names: list[str], passed: Counter[str]) -> FileImages:
-    paths, labels = [], []
-    for label, label_name in enumerate(label_names):
+def _list_files(root: Path, label_names: list[str], passed: Counter[str]) -> list[tuple[str, Path]]:
+    rows = []
+    for label in label_names:
         others: Counter[str] = Counter()
-        found = image_files(root / label_name, others)
+        found = image_files(root / label, others)
         passed.update(others)
         if not found:
-            why = f" ({passed_over(root / label_name, others)})" if others else ""
-            raise InputError(f"{root / label_name} contains no images{why}: add some, or remove the class.")
-        paths += [Path(name) for name in found]
-        labels += [label] * len(found)
-    return FileImages(paths, labels)
+            why = f" ({passed_over(root / label, others)})" if others else ""
+            raise InputError(f"{root / label} contains no images{why}: add some, or remove the class.")
+        rows += [(label, Path(name)) for name in found]
+    return rows

@@ -19,8 +19,7 @@ class Interruption:
     """Records SIGINT and SIGTERM until the current step is done. A second SIGINT acts at once."""
 
     def __init__(self, quiet: bool = False) -> None:
-        self.quiet = quiet
-        self.received = 0  # the signal
+        self.quiet, self.received = quiet, 0
 
     def note(self, number: int, frame: Any) -> None:
         if number == signal.SIGINT and self.received == signal.SIGINT:

@@ -4,9 +4,7 @@ import dataclasses
 import json
 import os
 import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,7 +23,7 @@ from bkn_zoo.training.loop import fit, images_at_a_time, local_batch
 from bkn_zoo.training.plan import TrainingPlan, adapted, plan_training
 from bkn_zoo.training.recipes import Recipe
 from bkn_zoo.training.start import start, start_classifier
-from bkn_zoo.training.state import Training, load_state, replaces_finished
+from bkn_zoo.training.state import LOG, Training, load_state, replaces_finished
 
 # Classes whose numbers of images are printed
 MOST_CLASSES = 30
@@ -57,16 +55,13 @@ def train(
 
     Args:
         recipe: a TOML file, the name of a recipe in recipes/ of a checkout, or a `Recipe`; None is `fine_tune`.
-        data: the folder of the data set.
         init: a checkpoint to start from (a name, a folder or "owner/repo"), "torchvision:NAME" or "timm:NAME"; its
             classifier is kept for the same classes. By default new weights.
         name: name of the run and its checkpoint; by default that of the recipe with the overrides.
         output: folder of the run; by default runs/NAME. The checkpoint is in its subfolder NAME.
         results: folder of the record; by default results/runs in the output folder.
-        device: by default a GPU if available.
         resume: continue the training in the output folder, with the same options.
         workers: processes that decode image files.
-        quiet: whether to print nothing during the training.
         license: the licence that the checkpoint's card names, such as "mit"; by default none.
         statistics: the statistics modes to measure and to choose from; each takes time.
         labels: a CSV or JSON Lines file with the columns file (relative to `data`), label and perhaps split (train, val
@@ -93,7 +88,6 @@ def fine_tune(data: str | os.PathLike[str], **options: Any) -> TrainingResult:
     trained from scratch, with other defaults (SGD, a higher learning rate, more epochs, no early stopping).
 
     Args:
-        data: a folder with a subfolder of images for each class, or with such folders in its train, val and test.
         options: arguments of `train`. Without `init`, training starts from the default checkpoint, or with
             `model="resnet101_bkn"` from new weights.
     """
@@ -132,25 +126,18 @@ def _train_as_planned(plan: TrainingPlan, runtime: Runtime) -> TrainingResult:
         recipe = adapted(recipe, len(data.train), plan.given, plan.source is not None, device.type == "cpu")
     local_batch(recipe, data)
     training = start(plan, recipe, data, device)
-    if not plan.resume:
-        make_folder(plan.output)
-    with alone_in(plan.output) if rank == 0 else nullcontext():
+    if plan.resume and not load_state(training, recipe, plan.output, device):
+        done = f"the training in {plan.output} is finished"
+        if not plan.record.is_file():
+            raise CheckpointError(f"{done}, but its record {plan.record} is missing: pass the same --results as then.")
+        plan.say(done)
+        stored = from_pretrained(plan.folder).to(device).to(memory_format=torch.channels_last)
+        return TrainingResult(stored, {} if rank else json.loads(plan.record.read_text()), plan.folder)
+    make_folder(plan.output)
+    with (plan.output / LOG).open("ab") as log:
+        if rank == 0:
+            lock(log, f"another training is running in {plan.output}: wait until it ends, or choose another --name.")
         return _train_in_folder(plan, recipe, data, training, runtime, rank)
-
-
-@contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Refuse a folder in which another process trains."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:  # there is none, or the system (Windows) cannot open folders
-        yield
-        return
-    try:
-        lock(descriptor, f"another training is running in {folder}: wait until it ends, or choose another --name.")
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _train_in_folder(
@@ -159,14 +146,6 @@ def _train_in_folder(
     def stop(number: int, frame: Any) -> None:
         raise Stopped(number, "stopped before all results were written; continue with --resume")
 
-    device = runtime.device
-    if plan.resume and not load_state(training, recipe, plan.output, device):
-        done = f"the training in {plan.output} is finished"
-        if not plan.record.is_file():
-            raise CheckpointError(f"{done}, but its record {plan.record} is missing: pass the same --results as then.")
-        plan.say(done)
-        stored = from_pretrained(plan.folder).to(device).to(memory_format=torch.channels_last)
-        return TrainingResult(stored, {} if rank else json.loads(plan.record.read_text()), plan.folder)
     if not plan.resume and replaces_finished(plan.output, recipe, training):
         plan.say(f"{plan.output} contains a finished training with the same images and options: this one replaces it")
     make_folder(plan.record.parent)
@@ -204,8 +183,7 @@ def _cpu_supports_bfloat16() -> bool:
 
 def _summary(recipe: Recipe, data: Data) -> str:
     """One line about the data and the settings."""
-    p = data.preprocessing
-    how = f"statistics groups of {recipe.statistics_batch_size or images_at_a_time(recipe)}"
+    p, how = data.preprocessing, f"statistics groups of {recipe.statistics_batch_size or images_at_a_time(recipe)}"
     if recipe.freeze:
         how = f"the first {recipe.freeze:.0%} of the layers frozen" if recipe.freeze is not True else "classifier only"
     return (

@@ -61,9 +61,8 @@ def first_network(recipe: Recipe, init: str | None, label_names: list[str]) -> N
     except RuntimeError:  # a tensor has another shape
         missing, extra = [], list(weights)
     if extra or set(missing) - fresh:
-        raise InputError(
-            f"{init} is a {source.name}, whose weights do not fit {recipe.model}: use the same model and options."
-        )
+        told = f"{init} is a {source.name}, whose weights do not fit {recipe.model}"
+        raise InputError(f"{told}: use the same model and options.")
     return model
 
 
@@ -73,13 +72,11 @@ def _classifier_names(source: Network, model: Network) -> set[str]:
         last = {id(tensor) for tensor in classifier(model).parameters()}
         return {name for name, tensor in model.named_parameters() if id(tensor) in last}
     own = model.state_dict()
-    return {
-        name
-        for name, tensor in source.state_dict().items()
-        if name in own
-        and (tensor.shape[:1], own[name].shape[:1]) == ((source.num_classes,), (model.num_classes,))
-        and tensor.shape[1:] == own[name].shape[1:]
+    theirs = {name: tensor.shape for name, tensor in source.state_dict().items() if name in own and tensor.ndim}
+    expected = {
+        name: (model.num_classes, *shape[1:]) for name, shape in theirs.items() if shape[0] == source.num_classes
     }
+    return {name for name, shape in expected.items() if own[name].shape == shape}
 
 
 def start_classifier(training: Training, recipe: Recipe, data: Data, runtime: Runtime, keep: bool = False) -> None:
@@ -90,7 +87,7 @@ def start_classifier(training: Training, recipe: Recipe, data: Data, runtime: Ru
     with autocast(recipe, runtime.device):
         if isinstance(layer, nn.Linear) and not keep:
             train, validation = (
-                _features(training.model, layer, data, images, runtime) for images in (data.train, data.validation)
+                _features(training.model, data, each, runtime) for each in (data.train, data.validation)
             )
             line["images_per_s"] = (len(data.train) + len(data.validation)) / (time.monotonic() - started)
             with torch.autocast(runtime.device.type, enabled=False), torch.no_grad():
@@ -115,16 +112,14 @@ def start_classifier(training: Training, recipe: Recipe, data: Data, runtime: Ru
         print(f"classifier on the frozen network: {told}{done}", flush=True)
 
 
-def _features(
-    model: Network, layer: nn.Module, data: Data, images: Images, runtime: Runtime
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _features(model: Network, data: Data, images: Images, runtime: Runtime) -> tuple[Tensor, Tensor]:
     """The inputs of the classifier, and the labels."""
     features: list[Tensor] = []
-    hook = layer.register_forward_pre_hook(lambda _, inputs: features.append(inputs[0].float()))
-    what, modes = "features of the frozen network", [model.default_statistics]
-    _, labels = logits_on(model, data, images, runtime, what, modes)
+    hook = classifier(model).register_forward_pre_hook(lambda _, inputs: features.append(inputs[0].float()))
+    _, labels = logits_on(model, data, images, runtime, "features of the frozen network", [model.default_statistics])
     hook.remove()
-    return torch.cat(features), labels.clone()  # not tensors of inference mode, because these have no gradients
+    # Copies, because tensors of inference mode have no gradients.
+    return torch.cat(features), labels.clone()
 
 
 def fit_classifier(
