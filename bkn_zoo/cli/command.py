@@ -26,6 +26,7 @@ MISUSED, INTERRUPTED, PIPE_CLOSED = 2, 130, 141  # exit codes; the last two are 
 LOG_LEVELS, LOG_VARIABLE = ("debug", "info", "warning", "error"), "BKN_ZOO_LOG_LEVEL"
 
 DESCRIPTION = "Classify images with networks that use Batch Kalman Normalization; train, evaluate and serve them."
+LIST = "Lists the local checkpoints; the first is the default."
 EXAMPLES = """\
 examples:
   bkn-zoo classify photo.jpg                               the five likeliest labels
@@ -176,7 +177,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "classify": Command("classify images", options.classify_parser, classify),
     "compare": Command("show the three statistics modes side by side", options.compare_parser, compare),
-    "list": Command("list the local checkpoints", options.list_parser, list_here),
+    "list": Command("list the local checkpoints", lambda: Parser("bkn-zoo list", description=LIST), list_here),
     "info": Command("describe a checkpoint, or list its classes", options.info_parser, info),
     "train": Command(
         "train a network by a recipe, or fine-tune one on your images",

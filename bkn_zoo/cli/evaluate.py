@@ -30,9 +30,9 @@ def evaluate_checkpoint(args: argparse.Namespace) -> None:
     keep_to_quota()
     if args.report:
         check_matplotlib()
-    for folder in (args.report, args.output and args.output.parent):  # so that errors come before the evaluation
-        if folder:
-            make_folder(folder)
+    # Errors come before the evaluation.
+    for folder in filter(None, (args.report, args.output and args.output.parent)):
+        make_folder(folder)
     if args.output and args.output.is_dir():
         raise InputError(f"--output {args.output} is a folder: choose a file in it.")
     model = from_pretrained(args.checkpoint).to(args.device).to(memory_format=torch.channels_last)
@@ -44,10 +44,8 @@ def evaluate_checkpoint(args: argparse.Namespace) -> None:
     split = args.split or ("validation" if data.test is None else "test")
     unknown = data.held_out and model.config.training.get("validation_split") != "of each class"
     if split == "validation" and data.name == "folder" and unknown:
-        raise InputError(
-            f"{args.checkpoint} does not record which images its training held out: use a folder of images that "
-            "it was not trained on, with --split all."
-        )
+        told = f"{args.checkpoint} does not record which images its training held out"
+        raise InputError(f"{told}: use a folder of images that it was not trained on, with --split all.")
     images, device = data.split(split), torch.device(args.device)
     batches = evaluation_batches(data, images, args.batch_size or batch_size(device), device, args.workers)
     logits, labels = compute_logits(network, batches, args.statistics, "evaluating", len(images))

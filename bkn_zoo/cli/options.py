@@ -94,14 +94,13 @@ def add_device(parser: Parser) -> None:
     parser.add_argument("--device", default="auto", metavar="DEVICE", help=what)
 
 
-def add_workers(parser: Parser) -> None:
-    what = "processes that decode image files (default: 0, decode in this process)"
-    parser.add_argument("--workers", type=whole_number(0), default=0, metavar="N", help=what)
-
-
-def add_labels(parser: Parser) -> None:
+def add_reading(parser: Parser) -> None:
+    """Options of commands that read data sets."""
     what = "a .csv or .jsonl file with file, label and perhaps split: train, val, test (default: by subfolders)"
     parser.add_argument("--labels", type=Path, metavar="FILE", help=what)
+    add_device(parser)
+    what = "processes that decode image files (default: 0, decode in this process)"
+    parser.add_argument("--workers", type=whole_number(0), default=0, metavar="N", help=what)
 
 
 def _add_precision(parser: Parser, choices: Sequence[str] = PRECISIONS, default: str = "auto") -> None:
@@ -119,12 +118,10 @@ def _add_classifier(parser: Parser) -> None:
 
 def classify_parser() -> Parser:
     parser = Parser("bkn-zoo classify", description=CLASSIFY)
-    what = "images, folders, patterns; - is standard input"
-    parser.add_argument("paths", nargs="+", metavar="FILE_OR_FOLDER", help=what)
+    parser.add_argument("paths", nargs="+", metavar="FILE_OR_FOLDER", help="images, folders, patterns; - is stdin")
     _add_classifier(parser)
     parser.add_argument("--statistics", choices=MODES, help=STATISTICS)
-    what = "default: that of FILE's suffix, or table"
-    parser.add_argument("--format", choices=("table", "json", "jsonl", "csv"), help=what)
+    parser.add_argument("--format", choices=("table", "json", "jsonl", "csv"), help="default: FILE's suffix, or table")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write to this .jsonl, .json or .csv file")
     return parser
 
@@ -150,22 +147,19 @@ def evaluate_parser() -> Parser:
     parser.add_argument("checkpoint", metavar=CHECKPOINT, help=NAMED)
     parser.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help="the folder of the data set")
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="the same, as an option")
-    add_labels(parser)
     parser.add_argument("--dataset", help="the kind of data set (default: that of the checkpoint's training)")
+    what = "images to use; all: if the training used none of them (default: test, or validation where there are none)"
+    parser.add_argument("--split", choices=["validation", "test", "all"], help=what)
     parser.add_argument(
-        "--split", choices=["validation", "test", "all"],
-        help="images to use (default: the test images or, in a folder without any, the validation images that the "
-        "training held out); all: for a folder that the training did not use",
-    )  # fmt: skip
-    what = "modes to measure (default: all three)"
-    parser.add_argument("--statistics", nargs="+", choices=MODES, default=list(MODES), help=what)
+        "--statistics", nargs="+", choices=MODES, default=list(MODES), help="modes (default: all three)"
+    )
     what = "what runs the network (default: auto, the fastest here; eager is the unchanged PyTorch network)"
     parser.add_argument("--engine", choices=["eager", *ENGINES], default="auto", help=what)
     _add_precision(parser, [name for name in PRECISIONS if name != "auto"], "f32")
-    what = "images at a time (default: 500; CPU: 16)"
-    parser.add_argument("--batch-size", type=whole_number(1), metavar="N", help=what)
-    add_device(parser)
-    add_workers(parser)
+    parser.add_argument(
+        "--batch-size", type=whole_number(1), metavar="N", help="images at a time (default: 500; CPU: 16)"
+    )
+    add_reading(parser)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON to this file")
     parser.add_argument("--report", type=Path, metavar="FOLDER", help="write pictures and a table of classes here")
     return parser
@@ -175,8 +169,9 @@ def export_parser() -> Parser:
     parser = Parser("bkn-zoo export", description=EXPORT)
     parser.add_argument("checkpoint", metavar=CHECKPOINT, help=NAMED)
     parser.add_argument("--statistics", choices=MODES, help=STATISTICS)
-    what = "the file to write (default: CHECKPOINT.STATISTICS.onnx in the working directory)"
-    parser.add_argument("--output", type=Path, metavar="FILE", help=what)
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="default: CHECKPOINT.STATISTICS.onnx in this folder"
+    )
     return parser
 
 
@@ -188,7 +183,3 @@ def publish_parser() -> Parser:
     parser.add_argument("--private", action="store_true", help="make new repositories private")
     parser.add_argument("--dry-run", action="store_true", help="validate and list the files; publish nothing")
     return parser
-
-
-def list_parser() -> Parser:
-    return Parser("bkn-zoo list", description="Lists the local checkpoints; the first is the default.")

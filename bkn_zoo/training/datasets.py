@@ -32,11 +32,7 @@ MEAN_STD = {
     "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
 }
 
-SOURCES = {
-    "cifar10": "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",
-    "cifar100": "https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",
-    "tiny_imagenet": "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
-}
+TINY_IMAGENET = "http://cs231n.stanford.edu/tiny-imagenet-200.zip"
 # Names of folders, in any case
 SPLITS = (("train", "training"), ("val", "valid", "validation", "dev", "eval"), ("test", "testing"))
 
@@ -113,7 +109,9 @@ class Data:
     def to(self, device: torch.device) -> "Data":
         splits = {name: getattr(self, name) for name in ("train", "validation", "test")}
         arrays = {name: images for name, images in splits.items() if isinstance(images, ArrayImages)}
-        moved = {name: ArrayImages(at.images.to(device), at.labels.to(device)) for name, at in arrays.items()}
+        moved: dict[str, Any] = {
+            name: ArrayImages(at.images.to(device), at.labels.to(device)) for name, at in arrays.items()
+        }
         return replace(self, **moved)
 
 
@@ -129,11 +127,8 @@ def load_data(
 
     Args:
         root: the folder of the official files. For "folder", a folder with one subfolder per class; or such folders in
-            `train` and `val` (or `valid`, `validation`, `dev`, `eval`), which is then the test set; or in `train`,
-            `val` and `test`. Otherwise there is no test set.
-        size: side of the network's input; by default that of the images, or 224 for files.
-        validation: share of the training images to hold out if there is no such folder (for "folder", of each class);
-            None holds out no images.
+            `train` and `val`, which is then the test set; or in `train`, `val` and `test`.
+        validation: share of the training images (for "folder", of each class) to hold out if there is no such folder.
         labels: for "folder", a CSV or JSON Lines file that lists files, labels and splits, in place of subfolders.
         label_names: the classes that it may use; by default those of its training images.
     """
@@ -210,7 +205,7 @@ def _cifar(name: str, root: Path, size: int | None) -> Loaded:
         trained, tested = (kind(root, train=part) for part in (True, False))
     except (RuntimeError, OSError):
         folder = root / kind.base_folder
-        raise InputError(f"{folder} lacks official files, or they differ: unpack {SOURCES[name]} in {root}.") from None
+        raise InputError(f"{folder} lacks official files, or they differ: unpack {kind.url} in {root}.") from None
     train, test = (
         ArrayImages(torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(part.targets))
         for part in (trained, tested)
@@ -223,7 +218,7 @@ def _cifar(name: str, root: Path, size: int | None) -> Loaded:
 def _tiny_imagenet(name: str, root: Path, size: int | None) -> Loaded:
     """The folder tiny-imagenet-200 of the official archive; its annotated validation images are the test images."""
     if not (root / "wnids.txt").is_file():
-        raise InputError(f"{root}/wnids.txt does not exist: unpack {SOURCES[name]}, and pass its folder.")
+        raise InputError(f"{root}/wnids.txt does not exist: unpack {TINY_IMAGENET}, and pass its folder.")
     identifiers = (root / "wnids.txt").read_text().split()
     number = {identifier: k for k, identifier in enumerate(identifiers)}
     words = dict(line.split("\t", 1) for line in (root / "words.txt").read_text().splitlines() if "\t" in line)

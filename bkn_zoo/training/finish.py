@@ -152,24 +152,22 @@ def draw_curves(path: Path, history: list[dict[str, Any]], kept: int, title: str
         return
     epochs = [line["epoch"] for line in history]
     figure = Figure(figsize=(10, 4), layout="constrained")
-    figure.suptitle(title)
+    figure.suptitle(f"{title} (dotted: epoch {kept}, whose weights are kept)")
     left, right = figure.subplots(1, 2)
     # The loss of epoch 0, a classifier alone, is without augmentation and smoothing: it does not compare.
     losses = [line["loss"] if line["epoch"] > 0 else math.nan for line in history]
     left.plot(epochs, losses, "o-", color="black", markersize=4, label="training")
     left.plot(epochs, [validation_loss(line) for line in history], "o--", color="C3", markersize=4, label="validation")
-    left.set(ylabel="loss")
-    left.legend(loc="upper right")
     for mode in history[-1]["validation"]:
         # States of earlier versions have more modes.
         lines = [line["validation"].get(mode, {}) for line in history]
         top1, low, high = ([line.get(name, math.nan) for line in lines] for name in ("top1", "top1_low", "top1_high"))
         right.plot(epochs, top1, "o-", markersize=4, label=mode)
         right.fill_between(epochs, low, high, alpha=0.1)
-    right.set(ylabel="validation top-1 (%), with 95 % intervals", ylim=(0, 104))
-    right.legend(loc="lower right")
-    for axes in (left, right):
+    right.set(ylim=(0, 104))
+    for axes, what in ((left, "loss"), (right, "validation top-1 (%), with 95 % intervals")):
         axes.axvline(kept, color="grey", linestyle=":")
-        axes.set(xlabel=f"epoch (dotted: {kept}, whose weights are kept)")
+        axes.set(xlabel="epoch", ylabel=what)
+        axes.legend()
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)

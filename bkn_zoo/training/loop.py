@@ -20,7 +20,7 @@ from bkn_zoo.training.augmentation import Batch
 from bkn_zoo.training.data import Runtime, training_batches
 from bkn_zoo.training.datasets import Data, FileImages, class_weights
 from bkn_zoo.training.evaluation import logits_on, measure_modes, show_top1
-from bkn_zoo.training.interruption import Interruption, Stopped
+from bkn_zoo.training.interruption import Stopped, noted
 from bkn_zoo.training.recipes import Recipe
 from bkn_zoo.training.state import REMEDY, Training, best_mode, kept_line, save_state, validation_loss, write_log
 from bkn_zoo.training.step import autocast, learning_rate, make_step
@@ -45,9 +45,9 @@ def fit(
     runtime = runtime._replace(quiet=runtime.quiet or _rank() > 0)
     weights = class_weights(data).to(runtime.device) if recipe.balance else None
     step = make_step(training, recipe, runtime.device, weights)
-    saves = _Saves(training, recipe, folder, save_minutes, steps)
     shown = bar(steps - training.step, None if runtime.quiet else "training", "step", lines=True)
-    with saves.interruption.awaited(), shown as done, _tensorboard(folder, runtime.log) as writer:
+    with noted(runtime.quiet) as signals, shown as done, _tensorboard(folder, runtime.log) as writer:
+        saves = _Saves(training, recipe, folder, save_minutes, steps, signals)
         if _rank() == 0:
             write_log(training.history, folder)  # without the lines of epochs that will be repeated
             save_state(training, recipe, folder)
@@ -126,12 +126,13 @@ def _train_epoch(
 class _Saves:
     """Decides when the state is saved and whether the training stops, for all processes together."""
 
-    def __init__(self, training: Training, recipe: Recipe, folder: Path, minutes: float, steps: int) -> None:
-        self.training, self.recipe, self.folder, self.steps = training, recipe, folder, steps
-        self.patience = 60 * minutes
-        self.interruption = Interruption(quiet=_rank() > 0)
-        self.last = time.monotonic()
-        self.begun = self.last - training.seconds  # includes the time before an interruption
+    def __init__(
+        self, training: Training, recipe: Recipe, folder: Path, minutes: float, steps: int, signals: list[int]
+    ) -> None:  # fmt: skip
+        self.training, self.recipe, self.folder, self.steps, self.signals = training, recipe, folder, steps, signals
+        self.patience, self.last = 60 * minutes, time.monotonic()
+        # The time before an interruption counts, too.
+        self.begun = self.last - training.seconds
 
     def elapsed(self) -> float:
         return time.monotonic() - self.begun
@@ -140,7 +141,7 @@ class _Saves:
         """Save after a step, with the losses of its epoch so far, or after an epoch, with none; then stop if asked."""
         patience = self.patience if losses else min(EPOCH_SECONDS, self.patience)
         # Clocks and signals differ between processes, so they agree: 1 means save, more is the signal to stop for.
-        wish = largest_of_all(self.interruption.received or int(due or time.monotonic() - self.last > patience))
+        wish = largest_of_all(max(due or time.monotonic() - self.last > patience, *self.signals[-1:], 0))
         if not wish:
             return
         if losses:

@@ -141,19 +141,15 @@ def find_recipe(recipe: str | os.PathLike[str]) -> Path:
 
 
 def read_recipe(path: str | Path | None, overrides: dict[str, Any] | None = None) -> Recipe:
-    """A recipe from its file, with `overrides` (augmentation's and norm_options' by dotted names) on top.
-
-    In both, `statistics_batch` is the earlier name of `statistics_batch_size`.
-    """
+    """A recipe from its file, with `overrides` (augmentation's and norm_options' by dotted names) on top."""
     fields: dict[str, Any] = {}
     if path is not None:
         try:
             fields = tomllib.loads(Path(path).read_text())
         except OSError as error:
             close = did_you_mean(Path(path).stem, (file.stem for file in SOURCE_TREE.glob("*.toml")))
-            raise InputError(
-                f"{path} cannot be read ({error.strerror}): pass a recipe file, or the name of one in recipes/{close}."
-            ) from None
+            remedy = f"pass a recipe file, or the name of one in recipes/{close}"
+            raise InputError(f"{path} cannot be read ({error.strerror}): {remedy}.") from None
         except ValueError as error:  # invalid TOML or UTF-8
             raise InputError(f"{path} is not a recipe: {error}.") from None
     fields = renamed(fields)

@@ -60,12 +60,10 @@ def train(
         name: name of the run and its checkpoint; by default that of the recipe with the overrides.
         output: folder of the run; by default runs/NAME. The checkpoint is in its subfolder NAME.
         results: folder of the record; by default results/runs in the output folder.
-        resume: continue the training in the output folder, with the same options.
         workers: processes that decode image files.
         license: the licence that the checkpoint's card names, such as "mit"; by default none.
         statistics: the statistics modes to measure and to choose from; each takes time.
-        labels: a CSV or JSON Lines file with the columns file (relative to `data`), label and perhaps split (train, val
-            or test), in place of subfolders.
+        labels: a CSV or JSON Lines file with file (relative to `data`), label and perhaps split, instead of subfolders.
         log: "tensorboard" also writes what log.jsonl has for TensorBoard, to the subfolder tensorboard.
         overrides: fields of the recipe, such as `epochs=5` or `augmentation={"cutmix": 1.0}`.
 
@@ -82,14 +80,10 @@ def train(
 
 
 def fine_tune(data: str | os.PathLike[str], **options: Any) -> TrainingResult:
-    """Train a pretrained network on your own images, without a recipe.
+    """Train a pretrained network on your own images, without a recipe; `options` are arguments of `train`.
 
-    Batch size, group size and the number of epochs depend on the checkpoint and the number of images. New weights are
-    trained from scratch, with other defaults (SGD, a higher learning rate, more epochs, no early stopping).
-
-    Args:
-        options: arguments of `train`. Without `init`, training starts from the default checkpoint, or with
-            `model="resnet101_bkn"` from new weights.
+    Batch size, group size and the number of epochs depend on the checkpoint and the number of images. Without `init`,
+    training starts from the default checkpoint, or with `model="resnet101_bkn"` from new weights and other defaults.
     """
     return train(None, data, **options)
 
@@ -167,9 +161,8 @@ def _train_in_folder(
         with handled(stop, signal.SIGTERM):
             return finish_training(training, recipe, data, plan, runtime)
     except OSError as error:
-        raise TrainingError(
-            f"the results could not be written ({error}): free disk space, and repeat the command with --resume."
-        ) from error
+        remedy = "free disk space, and repeat the command with --resume"
+        raise TrainingError(f"the results could not be written ({error}): {remedy}.") from error
     except CheckpointError as error:  # its message says what to do first
         raise CheckpointError(f"{error} The training is saved: then repeat the command with --resume.") from error
 
