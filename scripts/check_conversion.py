@@ -27,7 +27,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from bkn_zoo.checkpoints.provenance import write_results
 from bkn_zoo.conversion import convert, prove
-from bkn_zoo.conversion.checks import holds_batchnorm
+from bkn_zoo.conversion.converted import holds_batchnorm
 from bkn_zoo.conversion.example import inputs_of
 from bkn_zoo.conversion.ledger import tensors_in
 from bkn_zoo.conversion.proof import seeded

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bkn_zoo.errors import ConversionError, InputError
-from bkn_zoo.models.network import Network
-from bkn_zoo.models.tensors import check_tensors
+from bkn_zoo.models.network import Network, check_tensors
 from bkn_zoo.norms.batch_kalman import BatchKalmanNorm, check_gain, no_weight_decay
 from bkn_zoo.norms.recalibration import images_of
 from bkn_zoo.norms.running import RunningNorm, left_in_its_modes
@@ -20,26 +19,21 @@ LEARNING_GAIN = 0.01
 """The smallest initial value of a gain that should learn."""
 
 GAIN_RATE = 10.0
-"""The learning rate of gains, relative to the other parameters. Adam changes each parameter by about its learning rate
-per step, and the best gain may be far from 0.02."""
+"""The learning rate of gains, relative to the other parameters: the best gain may be far from 0.02."""
 
 
 def load_batchnorm_weights(model: Network, state_dict: Mapping[str, Tensor]) -> None:
-    """Load the weights of a batch normalization network into the same network with BKN (or BN).
+    """Load the state dict of a `_bn` network, or of torchvision's ResNet, into the same network with BKN (or BN).
 
     Afterwards the outputs with `population` statistics are those of the BN network. In layers with a prior, the gain q
     is `BATCHNORM_GAIN`, the transition A is 0, and the process noise R is the running variance (an R that all layers
-    share keeps its value), so training starts close to batch normalization. If a tensor is missing, superfluous or has
-    the wrong shape, nothing changes.
-
-    Args:
-        model: a `_bkn` or `_bn` network.
-        state_dict: the state dict of the `_bn` network or, for a ResNet, of torchvision's network.
+    share keeps its value). If a tensor is missing, superfluous or has the wrong shape, nothing changes.
     """
     if model.name.rpartition("_")[2] not in ("bkn", "bn"):
         raise InputError(f"{model.name} does not normalize with running statistics as BN does: use the _bkn network.")
     layers = {prefix: layer for prefix, layer in model.named_modules() if isinstance(layer, RunningNorm)}
-    not_needed = no_weight_decay(model)  # A, R and q, and centers
+    # A, R and q, and centers.
+    not_needed = no_weight_decay(model)
     for prefix, layer in layers.items():
         images = {f"{prefix}.{name}" for name, _ in layer.named_buffers() if name.startswith("image_")}
         spread = state_dict.get(f"{prefix}.image_spread")
@@ -62,13 +56,13 @@ def start_near_population(model: nn.Module, gain: float = 0.1) -> list[str]:
 
     Each norm then predicts its pretrained statistics: the transition A is 0, the process noise R is the pretrained
     variance, and a parameter `center` is the pretrained mean. Norms without a norm below get them as their initial
-    belief. With a low gain q, the belief is close to these statistics. With q = 0 the network is frozen batch
-    normalization, in all modes and in training. Outputs with `population` statistics do not change. Create the
-    optimizer afterwards, because there are new parameters.
+    belief. Outputs with `population` statistics do not change. Create the optimizer afterwards, because there are new
+    parameters.
 
     Args:
         model: a network from `convert`, or with a converted part.
-        gain: the gain q of all norms at the start, from 0 to 1. A gain of 0 does not learn; `LEARNING_GAIN` does.
+        gain: the gain q of all norms. A low gain keeps the belief close to the pretrained statistics. With 0, the
+            network is frozen batch normalization, in all modes and in training; it learns from `LEARNING_GAIN` on.
 
     Returns:
         The names of the norms with these initial values. Other norms were never trained and keep those of `convert`.
@@ -105,9 +99,8 @@ def learn_statistics(
 ) -> list[float]:
     """Learn the transition A, process noise R, gain q and center of all norms without labels, and nothing else.
 
-    The target is the network's own output for an image with `population` statistics. The student is the same network
-    with `sample` statistics. Nothing else changes, nor do the outputs with `population` statistics. The parameters also
-    suit `expected`: the deviations of an image are one n-th as large in all norms, and A is linear.
+    The target is the network's own output for an image with `population` statistics, which does not change. The student
+    is the same network with `sample` statistics. The parameters also suit `expected` statistics.
 
     Args:
         model: a pretrained network from `bkn_zoo.convert`.
@@ -142,7 +135,8 @@ def learn_statistics(
     losses: list[float] = []
     try:
         with left_in_its_modes(model), bar(total, "learning statistics", "batch") as done:
-            model.eval()  # not chained, because a custom train() may return nothing
+            # Not chained, because a custom train() may return nothing.
+            model.eval()
             model.requires_grad_(False)
             for parameter in parameters.values():
                 parameter.requires_grad_(True)

@@ -96,7 +96,8 @@ def without(images: Tensor, dims: Sequence[int]) -> Tensor:
     """The images of values that are computed from all values along these dimensions, which are kept with size 1."""
     for dim in dims:
         largest = images.amax(dim, keepdim=True)
-        least = torch.where(images == ANY, largest, images).amin(dim, keepdim=True)  # a constant does not mix images
+        # A constant does not mix images.
+        least = torch.where(images == ANY, largest, images).amin(dim, keepdim=True)
         images = torch.where(least == largest, largest, torch.where(least == UNKNOWN, UNKNOWN, MIXED))
     return images
 

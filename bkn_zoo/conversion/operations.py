@@ -195,7 +195,8 @@ def put(o: Operation) -> Tag:
     x = o.args[0]
     if id(x) in o.tags:
         return o.tag(x)
-    o.ledger.written[memory_of(x)] = x.untyped_storage()  # x may be part of a larger tensor
+    # x may be part of a larger tensor.
+    o.ledger.written[memory_of(x)] = x.untyped_storage()
     whole = [o.tag(tensor) for tensor in o.tensors if tensor.shape == x.shape]
     return whole[0] if whole else o.ledger.vague(o.result)
 

@@ -36,12 +36,12 @@ UNFIT = (NEVER_CALLED, NOT_FOLLOWED, INTERLEAVED, GENERATED)
 
 @dataclass
 class NormCall:
-    """A call of a norm that will be converted."""
+    """A call of a norm that will be converted, with the pieces of its transition; none for a first layer."""
 
     name: str
     number: int  # among the calls of this norm
     features: int
-    pieces: list[Piece]  # of its transition; none for a first layer
+    pieces: list[Piece]
     ordered: bool  # whether rows are known to be grouped by image, if an image has several
     single: bool  # whether each row is an image
     why: str = ""  # the reason if `pieces` is empty although there are norms below

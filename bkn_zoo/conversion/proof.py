@@ -29,12 +29,7 @@ ROUNDINGS = 100
 
 
 class Proof(NamedTuple):
-    """The largest relative differences between a network and its conversion, in float64.
-
-    Attributes:
-        output: difference with `population` statistics.
-        loss, gradients, averages: differences of a training step at gain 1, where BKN is batch normalization.
-    """
+    """The largest relative differences: of the `population` output, and of a training step at gain 1, which is BN."""
 
     output: float
     loss: float
@@ -50,8 +45,7 @@ def prove(
     Args:
         original: the network before its conversion.
         converted: the result of `convert`, before training.
-        inputs: the inputs of both, large enough for a training step of the original.
-        named: further inputs by name.
+        inputs, named: inputs of both, large enough for a training step of the original.
         tolerance: largest relative difference; by default 1e-9, or more for a network that amplifies rounding errors:
             a hundred times the effect of the last bit of the inputs, at most 1e-5. In float32, which is used if the
             network supports nothing else, 1e-4 and at most 1e-2.
@@ -121,7 +115,8 @@ def _step(model: nn.Module, inputs: Any) -> tuple[Mapping[str, Tensor], ...]:
     """
     model.train()
     outputs = _seeded_outputs(model, inputs)
-    with seeded(0):  # random weights, because a mean of squares after a norm would have no gradient
+    # Random weights, because a mean of squares after a norm would have no gradient.
+    with seeded(0):
         # Not `randn_like`, whose numbers depend on the memory layout, which may differ.
         weights = {name: torch.randn(x.shape, dtype=x.dtype).to(x.device) for name, x in outputs.items()}
     terms = [(x * weights[name]).mean() for name, x in outputs.items() if x.numel()]
@@ -153,10 +148,7 @@ def _seeded_outputs(model: nn.Module, inputs: Any) -> dict[str, Tensor]:
 
 
 def _difference(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> float:
-    """The largest difference of a tensor, relative to its largest value; infinite if one is not finite.
-
-    Equal infinities, as in a mask, do not count as a difference.
-    """
+    """The largest difference of a tensor, relative to its largest value; infinite if one is not finite."""
     expected = {name: tensor for name, tensor in expected.items() if tensor.numel()}
     scales = {name: float(torch.where(x.isfinite(), x, 0).abs().max()) for name, x in expected.items()}
     least = NEGLIGIBLE * max(scales.values(), default=0.0) or 1.0
@@ -164,6 +156,7 @@ def _difference(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> 
     for name, x in expected.items():
         if name not in given or given[name].shape != x.shape:
             return math.inf
+        # Equal infinities, as in a mask, are no difference.
         difference = float(torch.where(x == given[name], 0, (x - given[name]).abs()).max()) / max(scales[name], least)
         if not math.isfinite(difference):
             return math.inf

@@ -156,9 +156,9 @@ def find_record(norm: str) -> Record | None:
 
 
 class Link(NamedTuple):
-    """The beliefs that a norm receives in one of its calls."""
+    """The beliefs that a norm receives in one of its calls, by the norms, the numbers of their calls, and channels."""
 
-    sources: tuple[tuple[str, int, int], ...]  # the norms, the numbers of their calls, and their channels
+    sources: tuple[tuple[str, int, int], ...]
     order: str  # the name of the buffer with the indices of the received channels; "" for all in sequence
     ordered: bool  # whether rows are known to be grouped by image, if an image has several
     single: bool = False  # whether each row was an image in the example

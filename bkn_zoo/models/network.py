@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bkn_zoo.errors import InputError
+from bkn_zoo.errors import CheckpointError, InputError, few_names
 from bkn_zoo.modes import Statistics, check_mode, choose_statistics
 from bkn_zoo.norms.batch_kalman import OneNoise
 from bkn_zoo.norms.kalman import Belief
@@ -161,3 +161,27 @@ def initialize(network: nn.Module) -> None:
 def global_average(x: Tensor) -> Tensor:
     # Unlike torch.mean, this pooling returns its gradient in the layout of x, so it is not copied.
     return torch.flatten(nn.functional.avg_pool2d(x, x.shape[2:]), 1)
+
+
+def tensors_of(model: Network) -> dict[str, Tensor]:
+    """The tensors that a checkpoint stores; a parameter that layers share occurs once."""
+    first: dict[int, str] = {}
+    state = model.state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in state.items() if first.setdefault(id(tensor), name) == name}
+
+
+def check_tensors(where: str, model: Network, wanted: Mapping[str, Tensor], given: Mapping[str, Any]) -> None:
+    network = f"{model.name} with {model.num_classes} classes"
+    if missing := few_names(sorted(name for name in wanted if name not in given)):
+        raise CheckpointError(f"{where} lacks {missing}: use the weights of {network}.")
+    if extra := few_names(sorted(name for name in given if name not in wanted)):
+        raise CheckpointError(
+            f"{where} contains {extra}, which the network does not have: use the weights of {network}."
+        )
+    for name, tensor in wanted.items():
+        shape = tuple(given[name].shape) if isinstance(given[name], Tensor) else "no tensor"
+        if shape != tensor.shape:
+            raise CheckpointError(
+                f"{where}: {name} is {shape}, but {network} needs {tuple(tensor.shape)}: use the weights of that "
+                "network, or correct its number of classes."
+            )
