@@ -162,7 +162,8 @@ def load_checkpoint(location: Location, as_stored: bool = False) -> Network:
         if revision is None:
             raise
         damaged = folder / error.file
-        damaged.resolve().unlink(missing_ok=True)  # the file that the link points to
+        # The file in the cache is a link: delete what it points to.
+        damaged.resolve().unlink(missing_ok=True)
         damaged.unlink(missing_ok=True)
         raise DamagedFileError(
             f"{error.file} of {name} at {revision} was damaged and is removed from the cache: load it again. "
@@ -295,7 +296,8 @@ def golden_outputs(model: Network, images: Tensor) -> dict[str, Tensor]:
     with torch.inference_mode(), torch.autocast("cpu", enabled=False):
         outputs = {population: model(images, statistics=population)}
         for mode in others:
-            with suppress(InputError):  # such as `sample` in BN with one value per channel
+            # Such as `sample` in BN with one value per channel.
+            with suppress(InputError):
                 outputs[mode] = model(images, statistics=mode)
     return outputs
 

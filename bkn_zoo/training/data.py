@@ -17,19 +17,20 @@ from bkn_zoo.errors import ImageError, InputError
 from bkn_zoo.images import Preprocessing, enlarge, normalize, open_image
 from bkn_zoo.images.reading import resized_square
 from bkn_zoo.modes import MODES
-from bkn_zoo.training.augmentation import Batch, generator, mix, random_crop, vary
+from bkn_zoo.training.augmentation import Batch, apply_policy, generator, mix, random_crop, vary
 from bkn_zoo.training.datasets import CACHED_BYTES, ArrayImages, Data, FileImages, Images
 from bkn_zoo.training.interruption import leave_group
 from bkn_zoo.training.recipes import Augmentation
 
 
 class Runtime(NamedTuple):
-    """How a training runs: `workers` decode image files, `quiet` prints nothing, `modes` are measured."""
+    """How a training runs: `workers` decode files, `quiet` prints nothing, `modes` are measured, `log` is a logger."""
 
     device: torch.device
     workers: int = 0
     quiet: bool = False
     modes: Sequence[str] = MODES
+    log: str | None = None
 
 
 def training_batches(
@@ -56,7 +57,10 @@ def training_batches(
     else:
         found = ((data.train.images[chosen], data.train.labels[chosen]) for chosen in rows.to(data.train.images.device))
     for number, (pixels, labels) in enumerate(found, start=skip):
-        pixels = pixels.to(device, non_blocking=True).float() / 255
+        pixels = pixels.to(device, non_blocking=True)
+        if augmentation.policy:
+            pixels = apply_policy(pixels, augmentation.policy, seed, epoch, number, rank)
+        pixels = pixels.float() / 255
         targets = classes[labels.to(device, non_blocking=True)]
         source = generator(device, seed, epoch, number, rank)
         images = normalize(vary(pixels, varied, data.preprocessing, source), data.preprocessing)

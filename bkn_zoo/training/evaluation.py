@@ -1,8 +1,10 @@
 """Measures the accuracy and calibration of a network in each statistics mode."""
 
+import csv
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
@@ -20,6 +22,12 @@ from bkn_zoo.training.data import Runtime, evaluation_batches
 from bkn_zoo.training.datasets import Data, Images
 
 BINS = 15
+# The share of correct answers with at least the probability `uncertain_below`
+RIGHT_ABOVE = 0.95
+# With fewer correct answers, what 95 % of them reach is unknown
+FEWEST_RIGHT = 20
+# An answer with this probability is never called uncertain
+SURE = 0.99
 
 
 def batch_size(device: torch.device) -> int:
@@ -49,13 +57,11 @@ def compute_logits(
     model: Any, batches: Iterable[Batch], modes: Sequence[str] = MODES,
     what: str | None = None, total: int | None = None,
 ) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
-    """The logits of all images for each mode, and their labels, by a network in evaluation mode or an engine.
+    """The logits of all images for each mode, and their labels, by a network or an engine.
 
-    If it refuses one of several modes for these images, that mode is left out with a warning. A bar shows `what`, if it
-    is not None, of `total` images.
+    If it refuses one of several modes for these images, that mode is left out with a warning.
     """
     network = model if isinstance(model, Network) else model.model
-    modes = tuple(dict.fromkeys(modes))  # each mode once
     logits: dict[str, list[Tensor]] = {mode: [] for mode in modes}
     labels = []
     with left_in_its_modes(network), bar(total, what, "image", lines=True) as done:
@@ -96,6 +102,28 @@ def measure_accuracy(logits: Tensor, labels: Tensor) -> dict[str, float]:
     }
 
 
+def measure_classes(logits: Tensor, labels: Tensor, names: Sequence[str]) -> list[dict[str, Any]]:
+    """For each class its images, the answers that name it, precision and recall in percent; None where undefined."""
+    answers = logits.argmax(1)
+    kinds = (labels, answers, labels[answers == labels])
+    counts = zip(names, *(kind.bincount(minlength=len(names)).tolist() for kind in kinds), strict=True)
+    rows = []
+    for name, images, given, right in counts:
+        shares = {
+            "precision": 100 * right / given if given else None,
+            "recall": 100 * right / images if images else None,
+        }
+        rows.append({"class": name, "images": images, "answers": given, **shares})
+    return rows
+
+
+def write_classes(path: Path, rows: list[dict[str, Any]]) -> None:
+    with path.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
 def wilson_interval(share: float, count: int) -> tuple[float, float]:
     """The 95 % interval of a share that was measured on `count` images (Wilson 1927)."""
     z = NormalDist().inv_cdf(0.975) ** 2 / count
@@ -115,14 +143,6 @@ def calibration_error(confidence: Tensor, right: Tensor) -> float:
     gaps = torch.zeros(BINS, device=confidence.device)
     gaps.index_add_(0, index, confidence - right.to(confidence.dtype))
     return (gaps.abs().sum() / len(confidence)).item()
-
-
-# The share of correct answers with at least the probability `uncertain_below`
-RIGHT_ABOVE = 0.95
-# With fewer correct answers, what 95 % of them reach is unknown
-FEWEST_RIGHT = 20
-# An answer with this probability is never called uncertain
-SURE = 0.99
 
 
 def uncertain_below(logits: Tensor, labels: Tensor) -> float | None:
