@@ -19,6 +19,7 @@ from bkn_zoo.conversion import start_near_population
 from bkn_zoo.inference import engines, openvino_graph, symbols
 from bkn_zoo.inference.engines import OpenVINOEngine, TorchEngine, create_engine
 from bkn_zoo.inference.folding import ImageNorm, fold_norms, prepare
+from bkn_zoo.inference.graph_cache import PRECISION
 from bkn_zoo.inference.openvino_graph import Symbol
 from bkn_zoo.models.inception import MaxPool
 from bkn_zoo.models.inception_cifar import InceptionCifar
@@ -178,11 +179,14 @@ class Changing(nn.Module):
         return self.norm(self.conv(x)).flatten(1) * self.seen
 
 
-def test_engine_does_not_change_its_input():
+def test_engine_changes_neither_its_input_nor_the_network():
     images = photographs(2, 8).contiguous(memory_format=torch.channels_last)
-    before = images.clone()
-    create_engine(convert(Changing()), "torch")(images)
+    before, model = images.clone(), convert(Changing())
+    engine, seen = create_engine(model, "torch"), model.seen.clone()
+    for _ in range(2):
+        engine(images)
     assert torch.equal(images, before)
+    assert model.seen == seen
 
 
 @pytest.mark.parametrize("config", [{"hidden": 3}, SimpleNamespace(preprocessing="none")])
@@ -194,10 +198,14 @@ def test_converted_network_with_its_own_config_runs(config):
 
 @needs_openvino
 def test_openvino_refuses_a_network_that_changes_its_buffers():
-    """There they are constants: each call would be the first."""
-    with pytest.raises(InputError, match=r"a graph cannot change buffers.*engine='torch'"):
-        create_engine(convert(Changing()), "openvino")(photographs(2, 8))
-    assert type(create_engine(convert(Changing()))) is TorchEngine
+    """There they are constants: each call would be the first. The network is left as it was."""
+    model = convert(Changing())
+    seen = model.seen.clone()
+    for mode in MODES:
+        with pytest.raises(InputError, match=r"a graph cannot change buffers.*engine='torch'"):
+            create_engine(model, "openvino")(photographs(2, 8), mode)
+    assert type(create_engine(model)) is TorchEngine
+    assert model.seen == seen
 
 
 class Viewing(Changing):
@@ -239,10 +247,9 @@ def near_population():
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 def test_graphs_for_bf16_compute_the_same_on_all_processors(small, machine, monkeypatch):
     monkeypatch.setattr(openvino_graph.platform, "machine", lambda: machine)
-    hint = engines.ov.properties.hint.inference_precision
     for network, images in ((small, photographs(1, 16)), (near_population(), photographs(1, 8))):
-        built, _ = openvino_graph.build_graph(prepare(network, SAMPLE), images.shape[1:], False, {hint: "bf16"})
-        graph = openvino_graph.Graph(openvino_graph.compiled(built, {hint: "f32"}))  # exact on every processor
+        built, _ = openvino_graph.build_graph(prepare(network, SAMPLE), images.shape[1:], False, {PRECISION: "bf16"})
+        graph = openvino_graph.Graph(openvino_graph.compiled(built, {PRECISION: "f32"}))  # exact on every processor
         assert_agrees(lambda images, mode, graph=graph: graph(images), network, images, "sample")
 
 
@@ -290,7 +297,47 @@ def test_replaced_parameter_or_module_is_noticed(own, name):
     assert_agrees(engine, own, images, "population")
     own.set_submodule(f"{MIDDLE}.conv", nn.Conv2d(layer.conv.in_channels, layer.conv.out_channels, 1, bias=False))
     assert_agrees(engine, own, images, "population")
-    layer.conv.weight.data = layer.conv.weight.data + 0.1  # which PyTorch does not count
+    # PyTorch does not count this.
+    layer.conv.weight.data.add_(0.1)
+    engine.refresh()
+    assert_agrees(engine, own, images, "population")
+
+
+def scaled(state):
+    return {name: 1.1 * tensor if tensor.is_floating_point() else tensor for name, tensor in state.items()}
+
+
+def replace_data(model):
+    weight = model.get_submodule(MIDDLE).conv.weight
+    weight.data = weight.data + 0.1
+
+
+REPLACEMENTS = {
+    "data of a middle tensor": replace_data,
+    "assigned state": lambda model: model.load_state_dict(scaled(model.state_dict()), assign=True),
+    "precision and back": lambda model: model.bfloat16().float(),
+    "precision of one layer and back": lambda model: model.get_submodule(MIDDLE).conv.bfloat16().float(),
+}
+
+
+@each_engine
+@pytest.mark.parametrize("replacement", REPLACEMENTS)
+def test_replaced_memory_of_tensors_is_noticed(own, name, replacement):
+    images, engine = photographs(1, 16), create_engine(own, name)
+    before = engine(images, "population")
+    REPLACEMENTS[replacement](own)
+    after = engine(images, "population")
+    assert not torch.equal(after, before)
+    assert_agrees(engine, own, images, "population")
+    assert torch.equal(engine(images, "population"), after)
+
+
+def test_engine_that_is_not_watched_changes_with_refresh(own):
+    images, engine = photographs(1, 16), create_engine(own, "torch")
+    engine.watched = False
+    before = engine(images, "population")
+    replace_data(own)
+    assert torch.equal(engine(images, "population"), before)
     engine.refresh()
     assert_agrees(engine, own, images, "population")
 
@@ -336,7 +383,7 @@ PROCESSORS = [
 @needs_openvino
 @pytest.mark.parametrize(("machine", "native", "chosen"), PROCESSORS)
 def test_auto_is_the_fastest_precision_of_the_processor(small, machine, native, chosen, monkeypatch):
-    monkeypatch.setattr(engines, "core", lambda: SimpleNamespace(get_property=lambda *_: native))
+    monkeypatch.setattr(engines, "native", lambda: native)
     monkeypatch.setattr(engines.platform, "machine", lambda: machine)
     assert create_engine(small, "openvino", precision="auto").precision == chosen
     assert create_engine(small, "openvino").precision == "f32"
@@ -358,7 +405,7 @@ def by_openvino(operation, x, precision="f32"):
     """`operation`, of an input that it takes for a tensor, of `x` in a graph of OpenVINO."""
     parameter = openvino_graph.ops.parameter(list(x.shape))
     graph = engines.ov.Model([operation(Symbol(parameter)).node], [parameter])
-    run = openvino_graph.compiled(graph, {engines.ov.properties.hint.inference_precision: precision})
+    run = openvino_graph.compiled(graph, {PRECISION: precision})
     return torch.from_numpy(run([x.numpy()])[0].copy())
 
 
@@ -437,7 +484,7 @@ REFUSED = [
 
 def test_bf16_that_the_processor_lacks_is_refused(small, monkeypatch):
     pytest.importorskip("openvino")
-    monkeypatch.setattr(engines, "_native", lambda: ["FP32", "FP16"])
+    monkeypatch.setattr(engines, "native", lambda: ["FP32", "FP16"])
     with pytest.raises(InputError, match="no bf16 on this processor: choose precision='auto' or 'f32'"):
         create_engine(small, "openvino", precision="bf16")
 

@@ -158,16 +158,14 @@ def made_up(model: nn.Module, quick: bool) -> Iterator[Inputs]:
 def _shapes(model: nn.Module, quick: bool) -> Iterator[tuple[int, ...]]:
     layers = (module for module in model.modules() if isinstance(module, _ConvNd | nn.Linear | nn.RNNBase))
     first = next(layers, None)
-    if isinstance(first, nn.Linear):
-        yield from ((2, TOKENS, first.in_features), (2, first.in_features))
-        return
-    if isinstance(first, nn.RNNBase):
-        yield (2, TOKENS, first.input_size)
+    if isinstance(first, nn.Linear | nn.RNNBase):
+        features = first.in_features if isinstance(first, nn.Linear) else first.input_size
+        yield from ((2, TOKENS, features), (2, features))
         return
     channels, dims = (3, 2) if first is None else (first.in_channels, len(first.kernel_size))
-    config = getattr(model, "config", None)  # of Hugging Face
-    about: Any = getattr(model, "pretrained_cfg", None)  # of timm
-    known = about.get("input_size") if hasattr(about, "get") else None
+    # Of timm, and of Hugging Face.
+    about, config = getattr(model, "pretrained_cfg", None), getattr(model, "config", None)
+    known = about.get("input_size") if about is not None and hasattr(about, "get") else None
     size = known[-1] if known else getattr(config, "image_size", None)
     sizes = [*SIZES[dims][:1], *([(size,) * dims] if isinstance(size, int) else [])]
     sizes += SIZES[dims][1:] if quick else ()

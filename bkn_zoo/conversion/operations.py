@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bkn_zoo.conversion.ledger import Ledger
-from bkn_zoo.conversion.tags import NOTHING, UNKNOWN, Tag, fit_shape, moved, together, without
+from bkn_zoo.conversion.ledger import NOTHING, UNKNOWN, Ledger, Tag, fit_shape, moved, together, without
 from bkn_zoo.torch_internals import memory_of, tree_leaves
 
 
@@ -165,7 +164,8 @@ def reduce(o: Operation) -> Tag | None:
 
 def convolve(o: Operation) -> Tag | None:
     """Mixes the channels of each group."""
-    x = o.args[0]
+    x, weight = o.args[:2]
+    o.ledger.generated |= id(weight) in o.tags
     return o.ledger.mixed(x, o.tag(x), 1, o.shape, o.given("groups", 1)) if id(x) in o.tags else None
 
 
@@ -195,7 +195,8 @@ def put(o: Operation) -> Tag:
     x = o.args[0]
     if id(x) in o.tags:
         return o.tag(x)
-    o.ledger.written[memory_of(x)] = x.untyped_storage()  # x may be part of a larger tensor
+    # x may be part of a larger tensor.
+    o.ledger.written[memory_of(x)] = x.untyped_storage()
     whole = [o.tag(tensor) for tensor in o.tensors if tensor.shape == x.shape]
     return whole[0] if whole else o.ledger.vague(o.result)
 

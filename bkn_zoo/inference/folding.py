@@ -22,6 +22,10 @@ from bkn_zoo.norms.running import RunningNorm, refuse_single_values
 from bkn_zoo.norms.standardized import with_constant_weights
 from bkn_zoo.norms.statistics import Statistics, finish, in_full_precision
 
+SMALL_TRANSITION = 2**17
+"""Numbers in the largest transition A = U V that is multiplied out: two products with a small A are faster than seven
+operations with U and V."""
+
 AnyNetwork = TypeVar("AnyNetwork", bound=BeliefNetwork)
 """A network of the zoo, or any network that was converted as a whole."""
 
@@ -83,13 +87,17 @@ def _replace(network: nn.Module, name: str, layer: nn.Module) -> None:
 
 
 def frozen(model: AnyNetwork, as_stored: bool = False) -> AnyNetwork:
-    """A copy in float32 and evaluation mode, without gradients, which shares unchanged weights.
+    """A copy in float32 and evaluation mode, without gradients, which shares unchanged weights but no buffers.
 
     With `as_stored`, weights with two or more dimensions stay in 16 bits, as in checkpoints.
     """
     shared: dict[int, Any] = {id(weight): nn.Parameter(weight.data, False) for weight in model.parameters()}
     computed = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
-    shared |= {id(tensor): tensor.detach() for tensor in (*model.buffers(), *computed)}  # such as pruned weights
+    # Such as pruned weights.
+    shared |= {id(tensor): tensor.detach() for tensor in computed}
+    # So that PyTorch counts changes by the network's own code.
+    with torch.inference_mode(False):
+        shared |= {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
     network = copy.deepcopy(model, shared)
     network.eval()
     with_constant_weights(network)
@@ -193,7 +201,7 @@ class ImageNorm(nn.Module):
     partners_mean: Any
     partners_var: Any
     link: Any = None  # as in RunningNorm
-    low_rank = False  # whether A is a product of two factors
+    low_rank = False  # whether A is used as a product of two factors
 
     def __init__(self, norm: RunningNorm, statistics: Statistics) -> None:
         super().__init__()
@@ -217,15 +225,16 @@ class ImageNorm(nn.Module):
             gain = norm.gain.repeat(norm.num_features)
             self.gain, self.distrust = nn.Buffer(gain), nn.Buffer(1 - gain)
             if norm.factors is not None:
-                self.low_rank = True
+                left, right = (in_full_precision(factor.detach()) for factor in norm.factors)
+                self.low_rank = len(left) * right.shape[1] > SMALL_TRANSITION
+            if self.low_rank:
                 # Buffers, because factors in 16 bits become new tensors here, and `JoinedInception` merges by name.
-                self.left, self.right = (nn.Buffer(in_full_precision(factor.detach())) for factor in norm.factors)
-                self.left_of_variance = nn.Buffer((1 - norm.gain).sqrt() * self.left)
+                self.left, self.right = nn.Buffer(left), nn.Buffer(right)
+                self.left_of_variance = nn.Buffer((1 - norm.gain).sqrt() * left)
             else:
-                self.transition = norm.transition
-                squares = [
-                    nn.Parameter((1 - norm.gain) * block.float().square(), False) for block in norm.transition_blocks
-                ]
+                self.transition = norm.transition if norm.factors is None else nn.Parameter(left @ right, False)
+                blocks = norm.transition_blocks if norm.factors is None else [self.transition]
+                squares = [nn.Parameter((1 - norm.gain) * block.float().square(), False) for block in blocks]
                 if squares:
                     self.transition_squared = squares[0] if len(squares) == 1 else nn.ParameterList(squares)
             self.process_noise = nn.Buffer((1 - gain) * norm.process_noise)

@@ -14,11 +14,7 @@ from bkn_zoo.modes import Statistics
 
 
 class InceptionCifar(Network):
-    """The paper's network.
-
-    Args:
-        width: factor of all channels, in steps of eight, to compare networks with equally many parameters.
-    """
+    """The paper's network; `width` is a factor of all channels, to compare networks with equally many parameters."""
 
     stride = 2
 

@@ -24,17 +24,11 @@ class InceptionV2(Network):
             stride = 1 if one else 2
             branches = [Branch(ConvNorm(make_norm, inputs, one, 1))] if one else []
             reduced, wide = three
-            branches.append(
-                Branch(ConvNorm(make_norm, inputs, reduced, 1), ConvNorm(make_norm, reduced, wide, 3, stride))
-            )
+            reduce = ConvNorm(make_norm, inputs, reduced, 1)
+            branches.append(Branch(reduce, ConvNorm(make_norm, reduced, wide, 3, stride)))
             reduced, wide = double
-            branches.append(
-                Branch(
-                    ConvNorm(make_norm, inputs, reduced, 1),
-                    ConvNorm(make_norm, reduced, wide, 3),
-                    ConvNorm(make_norm, wide, wide, 3, stride),
-                )
-            )
+            reduce, first = ConvNorm(make_norm, inputs, reduced, 1), ConvNorm(make_norm, reduced, wide, 3)
+            branches.append(Branch(reduce, first, ConvNorm(make_norm, wide, wide, 3, stride)))
             if not one:
                 return Inception([*branches, Branch(HalvingMaxPool())])
             if pool == "avg":
