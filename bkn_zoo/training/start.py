@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,7 +36,8 @@ def start(plan: TrainingPlan, recipe: Recipe, data: Data, device: torch.device) 
     with waiting(f"preparing {recipe.model}"):
         training = begin(recipe, first_network(recipe, source and source.init, data.label_names), device)
     training.fingerprint = fingerprint(data, plan.data, listed=plan.labels is not None)
-    training.init = source and source.key
+    # It must not depend on the working directory.
+    training.init = source and (str(Path(source.init).resolve()) if Path(source.init).exists() else source.init)
     p = (source and source.preprocessing) or data.preprocessing  # that of its weights, with the recipe's size
     looks: dict[str, Any] = {"mean": p.mean, "std": p.std, "interpolation": p.interpolation}
     training.preprocessing = dataclasses.replace(data.preprocessing, **looks)
