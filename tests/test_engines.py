@@ -21,8 +21,7 @@ from bkn_zoo.inference.engines import OpenVINOEngine, TorchEngine, create_engine
 from bkn_zoo.inference.folding import ImageNorm, fold_norms, prepare
 from bkn_zoo.inference.graph_cache import PRECISION
 from bkn_zoo.inference.openvino_graph import Symbol
-from bkn_zoo.models.inception import MaxPool
-from bkn_zoo.models.inception_cifar import InceptionCifar
+from bkn_zoo.models.inception import InceptionCifar, MaxPool
 from bkn_zoo.models.network import Branch
 from bkn_zoo.models.resnet import ResNet
 from bkn_zoo.norms import MODES, BatchNorm2d, GroupNorm2d, Statistics
