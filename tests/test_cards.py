@@ -145,7 +145,8 @@ def test_cards_name_only_a_given_licence(folder, license):
         (folder / "README.md").write_text(text)
         validate(folder)
     model = bkn_zoo.from_pretrained(folder)
-    bkn_zoo.save_pretrained(model, folder, license="mit")  # a default card of any licence may be replaced
+    # A default card of any licence may be replaced.
+    bkn_zoo.save_pretrained(model, folder, license="mit")
     assert "license: mit\n" in (folder / "README.md").read_text()
     with pytest.raises(bkn_zoo.InputError, match="'My own': use an identifier of the Hub"):
         bkn_zoo.save_pretrained(model, folder, license="My own")

@@ -290,7 +290,8 @@ def test_golden_file_holds_an_input_and_its_outputs(folder):
 
 def test_golden_file_lacks_modes_that_the_network_refuses(tmp_path):
     model = make("inception_cifar_bn").eval()
-    small = Preprocessing(model.stride, (0.5,) * 3, (0.2,) * 3)  # leaves one value per channel
+    # Leaves one value per channel.
+    small = Preprocessing(model.stride, (0.5,) * 3, (0.2,) * 3)
     bkn_zoo.save_pretrained(model, tmp_path / "small", preprocessing=small)
     assert verify_golden(tmp_path / "small").keys() == {"population", "expected"}
 
@@ -376,7 +377,8 @@ def test_default_card_is_replaced_and_any_if_another_is_given(folder, tmp_path):
     assert SMALL in card.data.tags
     assert f"`{SMALL}` with 10 classes" in card.text
     renamed = folder.rename(tmp_path / "renamed")
-    save_pretrained(make(), renamed)  # over the default card of another name, which says nothing more than the new one
+    # Over the default card of another name, which says nothing more than the new one.
+    save_pretrained(make(), renamed)
     file("README.md", b"# What I found out\n")(renamed)
     save_pretrained(make(), renamed, card="# What I found out since\n")
     assert (renamed / "README.md").read_text() == "# What I found out since\n"
@@ -624,7 +626,7 @@ def test_a_bkn_network_starts_from_its_bn_twin(shared):
 )
 def test_bn_weights_that_do_not_fit_leave_the_model_untouched(change, words):
     given, model = make("inception_cifar_bn").state_dict(), make()
-    given["hidden.bias"] = torch.ones(1000)  # what must not arrive
+    given["hidden.bias"] = torch.ones(1000)
     before = state(model)
     change(given)
     with pytest.raises(CheckpointError, match=words):

@@ -70,7 +70,8 @@ def test_grouped_layers_equal_a_loop_over_the_groups(make_norm, make_belief, kin
     if belief is not None and kind == "bkn":
         assert_close(belief.mean, torch.cat([part[1].mean for part in loop]))
         assert_close(belief.var, torch.cat([part[1].var for part in loop]))
-    for name in ("running_mean", "running_var"):  # one step towards the mean over the images
+    # One step towards the mean over the images.
+    for name in ("running_mean", "running_var"):
         each = zip(loop, parts, strict=True)
         assert_close(remembered[name], sum(part[3][name] * len(rows) / 8 for part, rows in each))
 

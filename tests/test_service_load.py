@@ -140,7 +140,8 @@ def test_statistics_never_leak_between_200_requests(local, monkeypatch):
     images = [encoded(picture(number)) for number in range(4)]
     asked = [(number, mode) for number in range(4) for mode in MODES]
     alone = {(k, mode): local.ask(f"{CLASSIFY}&statistics={mode}", images[k]).scores() for k, mode in asked}
-    for number in range(4):  # else a leak would not show
+    # A single start would not show a leak.
+    for number in range(4):
         modes = [list(alone[number, mode].values()) for mode in MODES]
         assert min(max(np.abs(np.subtract(modes[a], modes[b]))) for a, b in ((0, 1), (0, 2), (1, 2))) > 1e-4
     queue, sizes = local.queue(), []
