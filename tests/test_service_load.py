@@ -101,6 +101,7 @@ def test_service_told_to_stop_drains_as_a_balancer_expects(roomy, pool):
         assert {reply.status for when, reply in asked[name] if when < told + DRAIN - 0.3} == {200}
     assert all(reply.headers["connection"] == "close" for _, reply in asked["others"] if reply.status)
     assert "Traceback" not in roomy.log()
+    assert [json.loads(line)["message"] for line in roomy.log().splitlines()[-1:]] == ["stopped"]
 
 
 # The service within this process, so that its engine can be slowed and killed
