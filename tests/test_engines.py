@@ -248,7 +248,8 @@ def test_graphs_for_bf16_compute_the_same_on_all_processors(small, machine, monk
     monkeypatch.setattr(openvino_graph.platform, "machine", lambda: machine)
     for network, images in ((small, photographs(1, 16)), (near_population(), photographs(1, 8))):
         built, _ = openvino_graph.build_graph(prepare(network, SAMPLE), images.shape[1:], False, {PRECISION: "bf16"})
-        graph = openvino_graph.Graph(openvino_graph.compiled(built, {PRECISION: "f32"}))  # exact on every processor
+        # Exact on every processor.
+        graph = openvino_graph.Graph(openvino_graph.compiled(built, {PRECISION: "f32"}))
         assert_agrees(lambda images, mode, graph=graph: graph(images), network, images, "sample")
 
 

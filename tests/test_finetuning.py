@@ -50,7 +50,8 @@ def test_sets_without_test_images_are_divided(tmp_path):
 
 
 def test_runs_are_of_defaults_probe_and_original_head(packed, monkeypatch):
-    monkeypatch.setattr("bkn_zoo.training.start.PERFECT", 0.0)  # or it would stop after the classifier's phase
+    # Or it would stop after the classifier's phase.
+    monkeypatch.setattr("bkn_zoo.training.start.PERFECT", 0.0)
 
     def record(dataset, arm):
         found = STUDY.train(planned(dataset, arm, 0), Namespace(data=packed, device="cpu", changes={"epochs": 2}))
