@@ -56,12 +56,14 @@ def check_device(device: str) -> None:
 def _quota(root: Path) -> float:
     """The quota in cores, or infinity. The quota of a control group includes the groups inside: the smallest counts."""
     group = PurePosixPath("/")
-    with suppress(OSError, IndexError):  # not Linux
+    # The file is missing on other systems than Linux.
+    with suppress(OSError, IndexError):
         group = PurePosixPath((root / "proc/self/cgroup").read_text().strip().split(":", 2)[2])
     least = math.inf
     # In a container, the group may have its outside name but be mounted at the top.
     for place in (group, *group.parents):
-        with suppress(OSError, ValueError):  # missing, or "max"
+        # The file is missing, or contains "max".
+        with suppress(OSError, ValueError):
             quota, period = map(int, (root / "sys/fs/cgroup" / str(place).lstrip("/") / "cpu.max").read_text().split())
             least = min(least, quota / period)
     return least

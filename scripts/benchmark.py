@@ -4,6 +4,7 @@
     python scripts/benchmark.py train-cpu      # training steps on the CPU
     python scripts/benchmark.py infer          # images through the engines
     python scripts/benchmark.py counters       # the same by kind of operation in OpenVINO
+    python scripts/benchmark.py watch          # what engines need to notice a changed model
     python scripts/benchmark.py defaults       # checkpoints, from an image file to an answer
     python scripts/benchmark.py classify       # the command on a terminal
     python scripts/benchmark.py serve          # the service under load, beside LitServe
@@ -18,13 +19,13 @@ spreads are over the rounds, and the ratios are medians of the ratios within a r
 import argparse
 import os
 
-from benchmarks import classify, conversion, counters, defaults, infer, loading, serve, start, train
+from benchmarks import classify, conversion, counters, defaults, infer, loading, serve, start, train, watch
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    for each in (train, infer, counters, defaults, classify, serve, start, loading, conversion):
+    for each in (train, infer, counters, watch, defaults, classify, serve, start, loading, conversion):
         each.add(commands)
     args = parser.parse_args()
     os.environ["BKN_ZOO_CACHE"] = "off"  # compile graphs every time; `start` says otherwise

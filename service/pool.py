@@ -46,6 +46,7 @@ class Loaded:
     def __init__(self, name: str, model: Network, settings: Settings, metrics: Metrics) -> None:
         how = (settings.device, settings.engine, settings.precision, settings.streams)
         self.classifier = Classifier(model, name, *how)
+        self.classifier.engine.watched = False
         if self.classifier.engine_name == "openvino":
             # PyTorch only preprocesses; more threads would disturb the engine.
             torch.set_num_threads(1)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import bkn_zoo
 from bkn_zoo.inference import engines
 from bkn_zoo.modes import MODES
 
@@ -33,6 +34,23 @@ def test_infer_times_all_engines_and_modes(tmp_path, monkeypatch):
     ]
     assert all(row["max_difference"] < 1e-3 for row in rows)
     assert all(row["ms_per_image"] > 0 and row["ratio_to_torch"] > 0 for row in rows)
+
+
+def test_watch_times_the_search_for_changes(tmp_path, monkeypatch):
+    words = ("watch", "--cases", "inception_cifar:32", "--engines", "torch", "--rounds", "1")
+    rows = run(monkeypatch, tmp_path / "watch.json", *words)
+    assert [row["statistics"] for row in rows] == ["population", "sample"]
+    assert all(row["ms"] > 0 and "added_ms" in row for row in rows)
+
+
+@pytest.mark.skipif(engines.ov is None, reason="openvino is not installed")
+def test_counters_name_operations_of_both_modes(tmp_path, monkeypatch):
+    preprocessing = bkn_zoo.Preprocessing(32, (0.5,) * 3, (0.2,) * 3)
+    bkn_zoo.save_pretrained(bkn_zoo.create_model("inception_cifar_bkn"), tmp_path / "x", preprocessing=preprocessing)
+    words = ("counters", "--checkpoints", str(tmp_path / "x"), "--precisions", "f32", "--rounds", "1")
+    rows = run(monkeypatch, tmp_path / "counters.json", *words)
+    assert [row["statistics"] for row in rows] == ["population", "sample"]
+    assert rows[0]["poolings"] < rows[1]["poolings"]
 
 
 def test_train_cpu_compares_groups_with_bn(tmp_path, monkeypatch):

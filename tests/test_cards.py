@@ -75,6 +75,15 @@ def test_metadata_is_what_the_hub_reads(card):
     }  # fmt: skip
 
 
+def test_card_of_a_config_with_only_a_command_has_no_blanks(folder):
+    config = replace(Config.read(folder / "config.json"), training={"command": "python mine.py", "epochs": 3})
+    text = checkpoint_card(config, NAME).partition("## Training\n\n")[2].partition("## ")[0]
+    assert text == (
+        "Trained on unnamed data with 2 images per statistics group, from random weights.\n\n"
+        "```bash\npython mine.py\n```\n\n"
+    )
+
+
 def test_card_shows_all_sections(card):
     assert re.findall("^##+ (.*)", card, re.M) == [
         "Load it", "Call it over HTTP", "Accuracy", "Training", "Intended use and limits",

@@ -21,8 +21,7 @@ from bkn_zoo.inference.engines import OpenVINOEngine, TorchEngine, create_engine
 from bkn_zoo.inference.folding import ImageNorm, fold_norms, prepare
 from bkn_zoo.inference.graph_cache import PRECISION
 from bkn_zoo.inference.openvino_graph import Symbol
-from bkn_zoo.models.inception import MaxPool
-from bkn_zoo.models.inception_cifar import InceptionCifar
+from bkn_zoo.models.inception import InceptionCifar, MaxPool
 from bkn_zoo.models.network import Branch
 from bkn_zoo.models.resnet import ResNet
 from bkn_zoo.norms import MODES, BatchNorm2d, GroupNorm2d, Statistics
@@ -179,11 +178,14 @@ class Changing(nn.Module):
         return self.norm(self.conv(x)).flatten(1) * self.seen
 
 
-def test_engine_does_not_change_its_input():
+def test_engine_changes_neither_its_input_nor_the_network():
     images = photographs(2, 8).contiguous(memory_format=torch.channels_last)
-    before = images.clone()
-    create_engine(convert(Changing()), "torch")(images)
+    before, model = images.clone(), convert(Changing())
+    engine, seen = create_engine(model, "torch"), model.seen.clone()
+    for _ in range(2):
+        engine(images)
     assert torch.equal(images, before)
+    assert model.seen == seen
 
 
 @pytest.mark.parametrize("config", [{"hidden": 3}, SimpleNamespace(preprocessing="none")])
@@ -195,10 +197,14 @@ def test_converted_network_with_its_own_config_runs(config):
 
 @needs_openvino
 def test_openvino_refuses_a_network_that_changes_its_buffers():
-    """There they are constants: each call would be the first."""
-    with pytest.raises(InputError, match=r"a graph cannot change buffers.*engine='torch'"):
-        create_engine(convert(Changing()), "openvino")(photographs(2, 8))
-    assert type(create_engine(convert(Changing()))) is TorchEngine
+    """There they are constants: each call would be the first. The network is left as it was."""
+    model = convert(Changing())
+    seen = model.seen.clone()
+    for mode in MODES:
+        with pytest.raises(InputError, match=r"a graph cannot change buffers.*engine='torch'"):
+            create_engine(model, "openvino")(photographs(2, 8), mode)
+    assert type(create_engine(model)) is TorchEngine
+    assert model.seen == seen
 
 
 class Viewing(Changing):
@@ -291,7 +297,47 @@ def test_replaced_parameter_or_module_is_noticed(own, name):
     assert_agrees(engine, own, images, "population")
     own.set_submodule(f"{MIDDLE}.conv", nn.Conv2d(layer.conv.in_channels, layer.conv.out_channels, 1, bias=False))
     assert_agrees(engine, own, images, "population")
-    layer.conv.weight.data = layer.conv.weight.data + 0.1  # which PyTorch does not count
+    # PyTorch does not count this.
+    layer.conv.weight.data.add_(0.1)
+    engine.refresh()
+    assert_agrees(engine, own, images, "population")
+
+
+def scaled(state):
+    return {name: 1.1 * tensor if tensor.is_floating_point() else tensor for name, tensor in state.items()}
+
+
+def replace_data(model):
+    weight = model.get_submodule(MIDDLE).conv.weight
+    weight.data = weight.data + 0.1
+
+
+REPLACEMENTS = {
+    "data of a middle tensor": replace_data,
+    "assigned state": lambda model: model.load_state_dict(scaled(model.state_dict()), assign=True),
+    "precision and back": lambda model: model.bfloat16().float(),
+    "precision of one layer and back": lambda model: model.get_submodule(MIDDLE).conv.bfloat16().float(),
+}
+
+
+@each_engine
+@pytest.mark.parametrize("replacement", REPLACEMENTS)
+def test_replaced_memory_of_tensors_is_noticed(own, name, replacement):
+    images, engine = photographs(1, 16), create_engine(own, name)
+    before = engine(images, "population")
+    REPLACEMENTS[replacement](own)
+    after = engine(images, "population")
+    assert not torch.equal(after, before)
+    assert_agrees(engine, own, images, "population")
+    assert torch.equal(engine(images, "population"), after)
+
+
+def test_engine_that_is_not_watched_changes_with_refresh(own):
+    images, engine = photographs(1, 16), create_engine(own, "torch")
+    engine.watched = False
+    before = engine(images, "population")
+    replace_data(own)
+    assert torch.equal(engine(images, "population"), before)
     engine.refresh()
     assert_agrees(engine, own, images, "population")
 
@@ -326,6 +372,33 @@ def test_f16_in_openvino_refuses_statistics_that_it_cannot_hold(own, monkeypatch
     own.statistics_batch_size = None
     assert automatic.precision_at("expected") == "f16"  # it is the same as `population` then
     assert TorchEngine(own, precision="f16").precision_at("sample") == "f16"
+
+
+def enlarge(layer, factor):
+    """Multiply the output of a convolution, and what its norm expects of it."""
+    layer.conv.weight.mul_(factor)
+    for tensor in (layer.norm.running_mean, layer.norm.image_mean, layer.norm.transition):
+        tensor.mul_(factor)
+    for tensor in (layer.norm.running_var, layer.norm.image_var, layer.norm.image_spread):
+        tensor.mul_(factor**2)
+
+
+@pytest.mark.parametrize("mode", ["sample", "expected"])
+def test_f16_divides_features_with_large_statistics(own, mode):
+    with torch.no_grad():
+        enlarge(own.get_submodule(MIDDLE), 30)
+    images = photographs(4, 16)
+    exact = TorchEngine(own)(images, mode)
+    statistics = Statistics(mode, own.statistics_batch_size)
+    divided = prepare(own, statistics, shrink=True)
+    heads = [module for module in divided.modules() if getattr(module, "divisor", None) is not None]
+    assert [float(head.divisor.max()) > 8 for head in heads] == [True]
+    with torch.inference_mode():
+        assert_close(divided(images, statistics=statistics), exact, atol=1e-4, rtol=0)
+    if engines.ov is not None:
+        engine = create_engine(own, "openvino", precision="f16")
+        assert engine.precision_at(mode) == "f16"
+        assert (engine(images, mode) - exact).abs().max() < 0.05 * exact.std()
 
 
 PROCESSORS = [

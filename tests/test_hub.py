@@ -3,7 +3,9 @@
 import contextlib
 import errno
 import hashlib
+import inspect
 import io
+import json
 import pickle
 import re
 import sys
@@ -15,7 +17,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 import torch
-from huggingface_hub import errors
+from huggingface_hub import HfApi, errors, snapshot_download
 from huggingface_hub.utils import validate_repo_id
 from image_trees import write_noise
 from shallow import shallow
@@ -120,13 +122,29 @@ class FakeHub:
         return SimpleNamespace(oid=commit, commit_url=f"https://huggingface.co/{repo_id}/commit/{commit}")
 
 
+METHODS = ("repo_info", "create_repo", "upload_folder")
+
+
+def with_signature_of(real, fake, bound=True):
+    """The fake of a function, which refuses arguments that the real one does not have."""
+
+    def call(*args, **options):
+        inspect.signature(real).bind(*([None] if bound else []), *args, **options)
+        return fake(*args, **options)
+
+    return call
+
+
 @pytest.fixture
 def server(folder, tmp_path, monkeypatch):
     """The Hub with one checkpoint, for a client with an empty cache."""
     fake = FakeHub(tmp_path / "cache")
     fake.tags["v1"] = fake.add(REPOSITORY, {path.name: path.read_bytes() for path in folder.iterdir()})
-    monkeypatch.setattr("huggingface_hub.snapshot_download", fake.snapshot_download)
-    monkeypatch.setattr("huggingface_hub.HfApi", lambda **_: fake)
+    methods = {name: with_signature_of(getattr(HfApi, name), getattr(fake, name)) for name in METHODS}
+    api = with_signature_of(HfApi.__init__, lambda *_, **__: SimpleNamespace(**methods))
+    downloaded = with_signature_of(snapshot_download, fake.snapshot_download, bound=False)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", downloaded)
+    monkeypatch.setattr("huggingface_hub.HfApi", api)
     monkeypatch.setenv("BKN_ZOO_NAMESPACE", "somebody")
     monkeypatch.chdir(tmp_path)
     return fake
@@ -249,7 +267,7 @@ def test_name_is_refused_where_the_client_would_refuse_it(name):
 
 def test_a_checkpoint_loads_by_id_tag_commit_and_short_name(server, tmp_path, monkeypatch, assert_loads):
     assert_loads(REPOSITORY, token=SECRET, cache_dir="elsewhere")
-    assert server.asked == [("download", {"token": SECRET})]
+    assert server.asked == [("download", {"token": SECRET})] * 2
     (commit,) = Path("elsewhere", REPOSITORY).iterdir()
     assert {path.name for path in commit.iterdir()} == WEIGHTS | {"config.json"}
     assert_loads(f"{REPOSITORY}@v1")
@@ -311,6 +329,20 @@ def test_nothing_of_a_repository_is_executed(server, tmp_path, assert_loads):
     assert not (tmp_path / "ran").exists()
     server.add(REPOSITORY, {}, remove=["config.json"])
     assert_refused("CheckpointError", [f"{REPOSITORY} has no config.json"], from_pretrained, REPOSITORY)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("format_version", 2, ["format_version is 2", "upgrade bkn_zoo"]),
+        ("architecture", "future_bkn", [f"{REPOSITORY} is a future_bkn", "upgrade bkn_zoo"]),
+    ],
+)
+def test_unusable_config_is_refused_before_the_weights(server, folder, field, value, words):
+    config = json.loads((folder / "config.json").read_text()) | {field: value}
+    commit = server.add(REPOSITORY, {"config.json": json.dumps(config).encode()})
+    assert_refused("CheckpointError", words, from_pretrained, REPOSITORY)
+    assert [path.name for path in (server.cache / REPOSITORY / commit).iterdir()] == ["config.json"]
 
 
 def test_the_examples_of_the_documents_run_as_written(server, folder):

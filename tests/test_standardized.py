@@ -15,8 +15,8 @@ import bkn_zoo
 from bkn_zoo import kernels
 from bkn_zoo.errors import ConversionError, InputError
 from bkn_zoo.images import Preprocessing
+from bkn_zoo.inference import folding
 from bkn_zoo.inference.engines import create_engine
-from bkn_zoo.inference.folding import frozen
 from bkn_zoo.models import registry
 from bkn_zoo.norms import MODES, BatchKalmanNorm2d, Belief
 from bkn_zoo.norms.standardized import (
@@ -291,9 +291,15 @@ def test_factors_learn_and_decay_is_off():
 # Engines, exports and checkpoints.
 
 
+@pytest.fixture(params=[0, folding.SMALL_TRANSITION], ids=["factors", "products"])
+def form_of_transitions(request, monkeypatch):
+    """Engines use the factors of large transitions, and multiply those of small ones."""
+    monkeypatch.setattr(folding, "SMALL_TRANSITION", request.param)
+
+
 @pytest.mark.parametrize("engine", ["torch", "openvino"])
 @pytest.mark.parametrize("mode", MODES)
-def test_engines_agree_with_the_network(engine, mode, whole_network):
+def test_engines_agree_with_the_network(engine, mode, whole_network, form_of_transitions):
     if engine == "openvino":
         pytest.importorskip("openvino")
     model, x = trained(**OPTIONS), torch.randn(2, 3, 32, 32)
@@ -301,7 +307,7 @@ def test_engines_agree_with_the_network(engine, mode, whole_network):
         assert_close(create_engine(model, engine)(x, mode), model(x, mode), rtol=1e-4, atol=1e-5)
 
 
-def test_openvino_takes_factors_in_16_bits(whole_network):
+def test_openvino_takes_factors_in_16_bits(whole_network, form_of_transitions):
     pytest.importorskip("openvino")
     model, x = trained(**OPTIONS), torch.randn(2, 3, 32, 32)
     for parameter in model.parameters():
@@ -321,11 +327,11 @@ def test_engine_takes_pruned_convolutions(mode):
 
 
 def test_engines_contain_plain_convolutions():
-    network = frozen(trained(**OPTIONS))
+    network = folding.frozen(trained(**OPTIONS))
     assert not any(isinstance(module, StandardizedConv) for module in network.modules())
 
 
-def test_export_agrees_with_the_network(tmp_path):
+def test_export_agrees_with_the_network(tmp_path, form_of_transitions):
     pytest.importorskip("onnxscript")
     about = {"label_names": list("abcd"), "preprocessing": Preprocessing(32, (0.4,) * 3, (0.2,) * 3)}
     bkn_zoo.save_pretrained(trained(**OPTIONS), tmp_path / "mine", default_statistics="sample", **about)

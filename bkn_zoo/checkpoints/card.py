@@ -66,7 +66,8 @@ def checkpoint_card(
         "name": name,
         "metadata": _card_metadata(config, name, license),
         "data": _dataset(config),
-        "weights": training.get("weights"),  # of imported networks
+        # Imported networks have these.
+        "weights": training.get("weights"),
         "address": address,
         "loaded": json.dumps(address, ensure_ascii=False),
         "quoted": shlex.quote(address),

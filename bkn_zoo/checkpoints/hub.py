@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from bkn_zoo.checkpoints.builders import is_model
+from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.files import CONFIG, INDEX, NEEDED_FILES, WEIGHTS, files_of
 from bkn_zoo.errors import (
     BknZooError,
@@ -43,19 +45,26 @@ def download(
     from huggingface_hub import snapshot_download
 
     what = f"{repository}@{revision}" if revision else repository
-    with hub_errors(what):
-        found = snapshot_download(
-            repository,
-            revision=revision,
-            token=token,
-            cache_dir=None if cache_dir is None else Path(cache_dir),
-            allow_patterns=list(NEEDED_FILES),
-            library_name="bkn_zoo",
-            library_version=__version__,
-        )
-    folder = Path(found)
-    if not (folder / CONFIG).exists():
-        raise CheckpointError(f"{what} has no {CONFIG}, so it is not a checkpoint of bkn_zoo: correct the name.")
+    # The config comes first, so that weights which cannot be used are not downloaded.
+    for patterns in ([CONFIG], list(NEEDED_FILES)):
+        with hub_errors(what):
+            found = snapshot_download(
+                repository,
+                revision=revision,
+                token=token,
+                cache_dir=None if cache_dir is None else Path(cache_dir),
+                allow_patterns=patterns,
+                library_name="bkn_zoo",
+                library_version=__version__,
+            )
+        folder = Path(found)
+        if not (folder / CONFIG).exists():
+            raise CheckpointError(f"{what} has no {CONFIG}, so it is not a checkpoint of bkn_zoo: correct the name.")
+        # Both downloads are of one commit, even if there is a new one meanwhile.
+        revision = folder.name
+        architecture = Config.read(folder / CONFIG).architecture
+        if not is_model(architecture):
+            raise CheckpointError(f"{what} is a {architecture}, which this bkn_zoo does not know: upgrade bkn_zoo.")
     return folder, folder.name
 
 
@@ -84,7 +93,8 @@ def push_to_hub(folder: str | os.PathLike[str], repository: str, *, private: boo
             repo_id=repository,
             folder_path=folder,
             allow_patterns=files,
-            delete_patterns=[WEIGHTS, INDEX, "model-?????-of-?????.safetensors"],  # of an earlier commit
+            # The weights of an earlier commit.
+            delete_patterns=[WEIGHTS, INDEX, "model-?????-of-?????.safetensors"],
             commit_message=f"Publish {folder.resolve().name} with bkn_zoo {__version__}",
         )
     return Publication(made.oid, made.commit_url)

@@ -173,9 +173,8 @@ def _resume(file: IO[bytes], path: Path, classifier: "Classifier", args: argpars
             theirs = (row["model"], row["statistics"], len(row["predictions"]), row["weights"])
             done.add(row["file"])
         except (ValueError, KeyError, TypeError):
-            raise InputError(
-                f"{path} has no result of this command after byte {end}: truncate it there, or choose another file."
-            ) from None
+            told = f"{path} has no result of this command after byte {end}"
+            raise InputError(f"{told}: truncate it there, or choose another file.") from None
         for value, (option, own) in zip(theirs, ours.items(), strict=True):
             if value != own:
                 raise InputError(f"{path} was made with {option} {value}, not {own}: use these, or another file.")

@@ -114,7 +114,8 @@ def _write(path: Path, network: Network, statistics: Statistics, images: Tensor,
 
     # With a single image, torch.export would assume a batch size of one.
     batch, shapes = images[:1].repeat(2, 1, 1, 1), ({0: torch.export.Dim("batch")},)
-    with warnings.catch_warnings(action="ignore"), torch.no_grad():  # warnings of the exporter about itself
+    # The exporter warns about itself.
+    with warnings.catch_warnings(action="ignore"), torch.no_grad():
         program = torch.export.export(_AtOneMode(network, statistics), (batch,), dynamic_shapes=shapes)
         made: Any = torch.onnx.export(
             program, input_names=["images"], output_names=["logits"], dynamic_shapes=({0: "batch"},), dynamo=True,

@@ -78,7 +78,8 @@ def cache_folder() -> Path | None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
         if hasattr(os, "getuid") and (status.st_uid not in (0, os.getuid()) or status.st_mode & 0o022):
-            raise PermissionError(f"others can write to {folder}")  # and so choose what runs here
+            # They could choose what runs here.
+            raise PermissionError(f"others can write to {folder}")
         return folder
     except (OSError, RuntimeError) as error:  # RuntimeError if there is no home folder
         _warn(str(error))

@@ -78,7 +78,8 @@ def build_graph(
     precision = options.get(PRECISION)
     pairs = precision == "bf16" and platform.machine() in ("x86_64", "AMD64")
     beliefs: list[Belief] = []
-    values: list[int] = []  # per channel, of norms without a prior
+    # Per channel, of norms without a prior.
+    values: list[int] = []
     if not population:
         inputs.append(ops.parameter([1]))
         norms = [module for module in network.modules() if isinstance(module, ImageNorm)]

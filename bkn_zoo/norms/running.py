@@ -170,7 +170,8 @@ class RunningNorm(nn.Module):
             return y, self.population(x.shape[0], statistics.group) if frozen else None
         if statistics.mode != "expected":
             self.check_group(x, statistics.group if statistics.mode == "batch" else 1)
-        x = dense(x)  # the layout of batch normalization's output
+        # The layout of batch normalization's output.
+        x = dense(x)
         if self.fused(x, statistics) and kernels.chosen(x, self.prior_features or 0):
             return self._forward_fused(x, prior, statistics, residual, relu)
         with without_autocast(x):

@@ -4,6 +4,7 @@ Random numbers depend only on the given numbers, so the same numbers give the sa
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,8 +28,22 @@ class Batch(NamedTuple):
 
 def generator(device: torch.device | str, *numbers: int) -> torch.Generator:
     """A random generator that depends only on `numbers`."""
-    seed = int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) >> 1
-    return torch.Generator(device).manual_seed(seed)
+    return torch.Generator(device).manual_seed(_seed(numbers))
+
+
+def _seed(numbers: Sequence[int]) -> int:
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) >> 1
+
+
+def apply_policy(pixels: Tensor, policy: str, *numbers: int) -> Tensor:
+    """Images as bytes, each changed by a policy of torchvision with its default settings."""
+    from torchvision.transforms import v2
+
+    change = {"randaugment": v2.RandAugment, "trivialaugment": v2.TrivialAugmentWide}[policy]()
+    with torch.random.fork_rng(devices=[]):
+        # It draws from this generator only, on the host; torch.manual_seed would also change those of GPUs.
+        torch.default_generator.manual_seed(_seed(numbers))
+        return torch.stack([change(image) for image in pixels])
 
 
 def vary(pixels: Tensor, augmentation: Augmentation, preprocessing: Preprocessing, source: torch.Generator) -> Tensor:

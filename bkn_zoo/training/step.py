@@ -22,8 +22,13 @@ from bkn_zoo.training.state import Training
 Part = tuple[Tensor, Tensor]
 
 
-def make_step(training: Training, recipe: Recipe, device: torch.device) -> Callable[[Batch], Tensor]:
-    """One optimizer step on one process's share of a gradient batch; returns the mean loss, on the device."""
+def make_step(
+    training: Training, recipe: Recipe, device: torch.device, weights: Tensor | None = None
+) -> Callable[[Batch], Tensor]:  # fmt: skip
+    """One optimizer step on one process's share of a gradient batch; returns the mean loss, on the device.
+
+    `weights` are those of the classes in the loss; an image that is a mixture has the mean weight of its classes.
+    """
     network: Any = training.model
     alone: Callable[[], Any] = nullcontext  # a context in which gradients are not yet averaged over processes
     if dist.is_initialized():
@@ -34,6 +39,7 @@ def make_step(training: Training, recipe: Recipe, device: torch.device) -> Calla
         network = torch.compile(network)
     # PyTorch's gradients of depthwise convolutions use one thread on ARM processors.
     slow_depthwise = device.type == "cpu" and platform.machine() in ("aarch64", "arm64") and not recipe.compile
+    smoothing, reduction = recipe.label_smoothing, "mean" if weights is None else "none"
     parameters = [p for group in training.optimizer.param_groups for p in group["params"]]
 
     def step(batch: Batch) -> Tensor:
@@ -47,7 +53,8 @@ def make_step(training: Training, recipe: Recipe, device: torch.device) -> Calla
                 precision = autocast(recipe, device, cache_enabled=False)
                 with precision, _FastDepthwise() if slow_depthwise else nullcontext():
                     logits = network(images.contiguous(memory_format=torch.channels_last))
-                loss = F.cross_entropy(logits.float(), targets, label_smoothing=recipe.label_smoothing) / len(parts)
+                loss = F.cross_entropy(logits.float(), targets, label_smoothing=smoothing, reduction=reduction)
+                loss = (loss if weights is None else (loss * (targets @ weights)).mean()) / len(parts)
                 loss.backward()
             total += loss.detach()
         if recipe.clip:

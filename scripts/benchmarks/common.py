@@ -100,9 +100,9 @@ def photographs(size: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def calibrated(name: str, images: torch.Tensor) -> bkn_zoo.Network:
+def calibrated(name: str, images: torch.Tensor, **options: Any) -> bkn_zoo.Network:
     """An untrained network that remembers statistics of images, in evaluation mode."""
-    model = bkn_zoo.create_model(name).to(images.device)
+    model = bkn_zoo.create_model(name, **options).to(images.device)
     model.statistics_batch_size = 2
     norms = [module for module in model.modules() if isinstance(module, RunningNorm)]
     for share in (1.0, 0.5):

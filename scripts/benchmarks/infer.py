@@ -35,16 +35,20 @@ COLUMNS = [
 ]  # fmt: skip
 
 
-def enter_engines(network: str, images: torch.Tensor, samples: torch.Tensor, names: list[str]) -> list[Contestant]:
+def enter_engines(
+    network: str, images: torch.Tensor, samples: torch.Tensor, names: list[str], options: dict[str, Any]
+) -> list[Contestant]:
     """BKN at all statistics, and BN at the population's, prepared by each engine; with PyTorch, eager as they are, too.
 
-    A converted network has no twin with BN: it is that with the population's statistics.
+    BKN has these options of `create_model`. A converted network has no twin with BN: it is that with the population's
+    statistics.
     """
     device = images.device.type
     contestants = []
     converted = ":" in network
     for norm, modes in [("bkn", MODES)] if converted else [("bkn", MODES), ("bn", MODES[:1])]:
-        model = calibrated(network if converted else f"{network}_{norm}", samples)
+        own = options if norm == "bkn" else {}
+        model = calibrated(network if converted else f"{network}_{norm}", samples, **own)
         eager = torch.inference_mode()(model)
         plain = "torch" in names and not converted
         runs: dict[tuple[str, str], Callable[..., torch.Tensor]] = {("eager", "f32"): eager} if plain else {}
@@ -60,7 +64,7 @@ def enter_engines(network: str, images: torch.Tensor, samples: torch.Tensor, nam
                     "model": network, "norm": norm, "engine": name, "precision": precision, "statistics": mode,
                     "batch": len(images), "size": images.shape[-1], "date": date.today().isoformat(),
                     "first_call_s": time.perf_counter() - start,
-                    "max_difference": (logits - eager(images, mode).cpu()).abs().max().item(),
+                    "max_difference": (logits - eager(images, mode).cpu()).abs().max().item(), **own,
                 }  # fmt: skip
                 if converted and name == "openvino" and mode != "expected":  # whose graph is that of `sample`
                     row["later_call_s"] = later_call(model, precision, images, mode)
@@ -105,6 +109,8 @@ def race_engines(contestants: list[Contestant], rounds: int) -> None:
 def infer(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     rows: list[dict[str, Any]] = []
+    given = {"transition_rank": args.transition_rank, "standardized_weights": args.standardized_weights}
+    options = {name: value for name, value in given.items() if value}
     names = args.engines or (["torch"] if args.device == "cuda" else ["torch", "openvino"])
     if engines.ov is None and "openvino" in names:
         print("openvino is not installed, and left out")
@@ -120,7 +126,7 @@ def infer(args: argparse.Namespace) -> None:
         network, _, side = case.rpartition(":")
         samples = photographs(int(side)).to(args.device)
         for batch in args.batches:
-            contestants = enter_engines(network, samples[:1].repeat(batch, 1, 1, 1), samples, names)
+            contestants = enter_engines(network, samples[:1].repeat(batch, 1, 1, 1), samples, names, options)
             race_engines(contestants, args.rounds)
             rows += [contestant.row for contestant in contestants]
             save(args, rows, **limited)
@@ -138,4 +144,6 @@ def add(commands: Any) -> None:
     command.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     command.add_argument("--batches", nargs="+", type=int, default=[1])
     command.add_argument("--engines", nargs="+", choices=["torch", "openvino"], help="default: all that are installed")
+    command.add_argument("--transition_rank", type=int, help="of the networks with BKN, as in create_model")
+    command.add_argument("--standardized_weights", action="store_true", help="of the networks with BKN")
     command.add_argument("--keep", action="store_true", help="keep the rows of other cases and engines in the output")

@@ -18,7 +18,7 @@ import torch
 import bkn_zoo
 from bkn_zoo.errors import CheckpointError, NonFiniteLossError
 from bkn_zoo.models import Network
-from bkn_zoo.models.inception_cifar import InceptionCifar
+from bkn_zoo.models.inception import InceptionCifar
 from bkn_zoo.models.registry import NORMS as FACTORIES
 from bkn_zoo.modes import MODES
 from bkn_zoo.training.data import Runtime, evaluation_batches
@@ -177,7 +177,7 @@ class Questions:
     def in_training(self, question: Callable[..., Any]) -> Any:
         """Call a measurement with training batches, in the precision of the training."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bfloat16"):
-            return question(self.model, further_images(self.recipe, self.data, self.device, ASKED_BATCHES))
+            return question(self.model, further_images(self.recipe, self.data, Runtime(self.device), ASKED_BATCHES))
 
     def recalibrated(self) -> tuple[Metrics, dict[str, float]]:
         """With recomputed running averages: metrics on the test images, and top-1 on the validation images."""
