@@ -150,15 +150,11 @@ def evaluate_parser() -> Parser:
     parser.add_argument("--dataset", help="the kind of data set (default: that of the checkpoint's training)")
     what = "images to use; all: if the training used none of them (default: test, or validation where there are none)"
     parser.add_argument("--split", choices=["validation", "test", "all"], help=what)
-    parser.add_argument(
-        "--statistics", nargs="+", choices=MODES, default=list(MODES), help="modes (default: all three)"
-    )
+    parser.add_argument("--statistics", nargs="+", choices=MODES, default=list(MODES), help="default: all three")
     what = "what runs the network (default: auto, the fastest here; eager is the unchanged PyTorch network)"
     parser.add_argument("--engine", choices=["eager", *ENGINES], default="auto", help=what)
     _add_precision(parser, [name for name in PRECISIONS if name != "auto"], "f32")
-    parser.add_argument(
-        "--batch-size", type=whole_number(1), metavar="N", help="images at a time (default: 500; CPU: 16)"
-    )
+    parser.add_argument("--batch-size", type=whole_number(1), metavar="N", help="default: 500 images; CPU: 16")
     add_reading(parser)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON to this file")
     parser.add_argument("--report", type=Path, metavar="FOLDER", help="write pictures and a table of classes here")
@@ -169,9 +165,7 @@ def export_parser() -> Parser:
     parser = Parser("bkn-zoo export", description=EXPORT)
     parser.add_argument("checkpoint", metavar=CHECKPOINT, help=NAMED)
     parser.add_argument("--statistics", choices=MODES, help=STATISTICS)
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="default: CHECKPOINT.STATISTICS.onnx in this folder"
-    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="default: CHECKPOINT.STATISTICS.onnx, here")
     return parser
 
 

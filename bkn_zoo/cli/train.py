@@ -67,20 +67,16 @@ def train_parser() -> Parser:
     what = "a recipe (a file, or the name of one in recipes/), which may be left out, and the folder of the data set"
     parser.add_argument("sources", nargs="*", metavar="[RECIPE] FOLDER", help=what)
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="the folder of the data set, as an option")
-    what = (
-        "a name, a folder, owner/repo on the Hub, torchvision:NAME or timm:NAME; its classifier is kept for the same "
-    )
-    what += "classes (default: without a recipe the first of bkn-zoo list, otherwise new weights)"
-    parser.add_argument("--checkpoint", "--init", dest="checkpoint", metavar=CHECKPOINT, help=f"the start: {what}")
+    what = "the start: a name, a folder, owner/repo on the Hub, torchvision:NAME or timm:NAME (default: "
+    what += "without a recipe the first of bkn-zoo list, otherwise new weights)"
+    parser.add_argument("--checkpoint", "--init", dest="checkpoint", metavar=CHECKPOINT, help=what)
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="of the run (default: runs/NAME)")
     parser.add_argument("--results", type=Path, metavar="FOLDER", help="of the record (default: OUTPUT/results/runs)")
     what = "of the run and its checkpoint (default: the recipe's, or the network's and the folder's; and overrides)"
     parser.add_argument("--name", help=what)
     parser.add_argument("--publish", metavar="NAMESPACE", help="publish it on the Hub as NAMESPACE/NAME (default: no)")
     parser.add_argument("--private", action="store_true", help="make a repository that --publish creates private")
-    parser.add_argument(
-        "--license", metavar="ID", help="that the card names, by its identifier on the Hub (default: none)"
-    )
+    parser.add_argument("--license", metavar="ID", help="that the card names, as the Hub writes it (default: none)")
     parser.add_argument("--log", choices=["tensorboard"], help="write there, too (default: log.jsonl only)")
     what = "statistics modes to measure and to choose from, which takes time (default: all three)"
     parser.add_argument("--statistics", nargs="+", choices=MODES, default=MODES, help=what)

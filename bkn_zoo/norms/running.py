@@ -72,17 +72,10 @@ class RunningNorm(nn.Module):
     skipped_steps: Tensor
 
     def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
-        statistics_batch_size: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        bias: bool = True,
-    ) -> None:
+        self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1, affine: bool = True,
+        track_running_stats: bool = True, statistics_batch_size: int | None = None,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None, bias: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.num_features = num_features
         self.eps = eps
@@ -132,13 +125,9 @@ class RunningNorm(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(
-        self,
-        x: Tensor,
-        prior: Belief | None = None,
-        statistics: Statistics | str | None = None,
-        residual: Tensor | None = None,
-        relu: bool = False,
-    ) -> tuple[Tensor, Belief | None] | Tensor:
+        self, x: Tensor, prior: Belief | None = None, statistics: Statistics | str | None = None,
+        residual: Tensor | None = None, relu: bool = False,
+    ) -> tuple[Tensor, Belief | None] | Tensor:  # fmt: skip
         """Normalize `x`, (images, channels, ...), then add `residual` and apply ReLU, if asked.
 
         Args:
@@ -154,13 +143,9 @@ class RunningNorm(nn.Module):
         return self.with_prior(x, prior, statistics, residual, relu)
 
     def with_prior(
-        self,
-        x: Tensor,
-        prior: Belief | None = None,
-        statistics: Statistics | str | None = None,
-        residual: Tensor | None = None,
-        relu: bool = False,
-    ) -> tuple[Tensor, Belief | None]:
+        self, x: Tensor, prior: Belief | None = None, statistics: Statistics | str | None = None,
+        residual: Tensor | None = None, relu: bool = False,
+    ) -> tuple[Tensor, Belief | None]:  # fmt: skip
         """As `forward`, with the prior in any network."""
         self.check(x, residual)
         statistics = self.choose(statistics)

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -21,6 +20,8 @@ from bkn_zoo.training.augmentation import Batch, apply_policy, generator, mix, r
 from bkn_zoo.training.datasets import CACHED_BYTES, ArrayImages, Data, FileImages, Images
 from bkn_zoo.training.interruption import leave_group
 from bkn_zoo.training.recipes import Augmentation
+
+Crops = tuple[float, int, int]
 
 
 class Runtime(NamedTuple):
@@ -59,7 +60,7 @@ def training_batches(
     for number, (pixels, labels) in enumerate(found, start=skip):
         pixels = pixels.to(device, non_blocking=True)
         if augmentation.policy:
-            pixels = apply_policy(pixels, augmentation.policy, seed, epoch, number, rank)
+            pixels = apply_policy(pixels, augmentation.policy, seed, epoch, number, rank, 1)
         pixels = pixels.float() / 255
         targets = classes[labels.to(device, non_blocking=True)]
         source = generator(device, seed, epoch, number, rank)
@@ -101,9 +102,7 @@ class _Files(Dataset[tuple[Tensor, int, int]]):
     `crops` has the smallest share of the area, the seed and the epoch of random crops; None is the central square.
     """
 
-    def __init__(
-        self, images: FileImages, preprocessing: Preprocessing, crops: tuple[float, int, int] | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, images: FileImages, preprocessing: Preprocessing, crops: Crops | None = None) -> None:
         self.images, self.preprocessing, self.crops = images, preprocessing, crops
         self.side = preprocessing.native_size or preprocessing.size
         self.keep = 3 * self.side**2 * len(images) <= CACHED_BYTES
@@ -122,18 +121,16 @@ class _Files(Dataset[tuple[Tensor, int, int]]):
         raise InputError("none of the image files can be read: check the data folder.")
 
     def _pixels(self, candidate: int, row: int) -> Tensor:
-        if self.crops is not None:
-            scale, *numbers = self.crops
-            return _as_bytes(random_crop(open_image(self.images.paths[candidate]), scale, self.side, *numbers, row))
         p = self.preprocessing
         key = candidate, self.side, p.interpolation, p.crop
-        if key in self.images.squares:
+        if self.crops is None and key in self.images.squares:
             return self.images.squares[key]
-        pixels = _as_bytes(resized_square(open_image(self.images.paths[candidate]), self.side, p.interpolation, p.crop))
-        if self.keep:  # until the training ends; in a worker, until the epoch does
+        image = open_image(self.images.paths[candidate])
+        if self.crops is None:
+            image = resized_square(image, self.side, p.interpolation, p.crop)
+        else:
+            image = random_crop(image, self.crops[0], self.side, *self.crops[1:], row)
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+        if self.keep and self.crops is None:  # until the training ends; in a worker, until the epoch does
             self.images.squares[key] = pixels
         return pixels
-
-
-def _as_bytes(image: Image.Image) -> Tensor:
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1)

@@ -107,11 +107,10 @@ class Data:
         return images
 
     def to(self, device: torch.device) -> "Data":
-        splits = {name: getattr(self, name) for name in ("train", "validation", "test")}
-        arrays = {name: images for name, images in splits.items() if isinstance(images, ArrayImages)}
-        moved: dict[str, Any] = {
-            name: ArrayImages(at.images.to(device), at.labels.to(device)) for name, at in arrays.items()
-        }
+        moved: dict[str, Any] = {}
+        for name in ("train", "validation", "test"):
+            if isinstance(images := getattr(self, name), ArrayImages):
+                moved[name] = ArrayImages(images.images.to(device), images.labels.to(device))
         return replace(self, **moved)
 
 
@@ -151,8 +150,11 @@ def load_data(
     order = torch.randperm(len(everything), generator=torch.Generator().manual_seed(VALIDATION_SEED))
     if validation is None:
         held = order[:0]
-    elif name == "folder":  # may be small; the splits of the others are published with their results
-        held = _some_of_each(order, torch.as_tensor(everything.labels), validation)
+    elif name == "folder":
+        # It may be small: a share of each class, at least one image, but not the only one.
+        labelled = torch.as_tensor(everything.labels)
+        by_class = order[labelled[order].argsort(stable=True)].split(labelled.bincount().tolist())
+        held = torch.cat([rows[: min(max(round(validation * len(rows)), 1), len(rows) - 1)] for rows in by_class])
     else:
         held = order[: max(round(validation * len(everything)), 1)]
     if validation is not None and not 0 < len(held) < len(everything):
@@ -160,12 +162,6 @@ def load_data(
     is_held = torch.zeros(len(everything), dtype=torch.bool).index_fill(0, held, True)
     train, chosen = (everything[rows.nonzero().flatten()] for rows in (~is_held, is_held))
     return Data(name, train, chosen, test, names, preprocessing)
-
-
-def _some_of_each(order: Tensor, labels: Tensor, share: float) -> Tensor:
-    """The first images of each class in this order: its share, at least one, but not the only one."""
-    by_class = order[labels[order].argsort(stable=True)].split(labels.bincount().tolist())
-    return torch.cat([rows[: min(max(round(share * len(rows)), 1), len(rows) - 1)] for rows in by_class])
 
 
 def class_counts(data: Data) -> Tensor:

@@ -141,7 +141,8 @@ class _Saves:
         """Save after a step, with the losses of its epoch so far, or after an epoch, with none; then stop if asked."""
         patience = self.patience if losses else min(EPOCH_SECONDS, self.patience)
         # Clocks and signals differ between processes, so they agree: 1 means save, more is the signal to stop for.
-        wish = largest_of_all(max(due or time.monotonic() - self.last > patience, *self.signals[-1:], 0))
+        own = self.signals[-1] if self.signals else int(due or time.monotonic() - self.last > patience)
+        wish = largest_of_all(own)
         if not wish:
             return
         if losses:

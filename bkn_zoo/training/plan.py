@@ -49,11 +49,6 @@ class Origin(NamedTuple):
     config: Config | None
     preprocessing: Preprocessing | None
 
-    @property
-    def key(self) -> str:
-        """An identifier that does not depend on the working directory."""
-        return str(Path(self.init).resolve()) if Path(self.init).exists() else self.init
-
     def fields(self, model: str | None) -> dict[str, Any]:
         """The fields of the recipe that the start decides, given the `model` that the caller named."""
         config = self.config

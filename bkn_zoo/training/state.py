@@ -63,9 +63,11 @@ def begin(recipe: Recipe, model: Network, device: torch.device) -> Training:
     model = model.to(device).to(memory_format=torch.channels_last)
     model.statistics_batch_size = recipe.statistics_batch_size
     if recipe.freeze:
-        model.eval()  # norms, too: they neither use statistics of batches nor update running averages
-        for layer in frozen_layers(model, recipe.freeze):
-            layer.requires_grad_(False)
+        # Norms, too: they neither use statistics of batches nor update running averages.
+        model.eval()
+        layers = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
+        for layer in layers[: math.ceil(recipe.freeze * len(layers))]:
+            layer.requires_grad_(layer is classifier(model))
     averaged = copy.deepcopy(model).eval().requires_grad_(False) if recipe.ema else None
     return Training(model, averaged, make_optimizer(model, recipe, device))
 
@@ -76,13 +78,6 @@ def classifier(model: Network) -> nn.Module:
         if getattr(layer, "out_features", getattr(layer, "out_channels", None)) == model.num_classes:
             return layer
     raise InputError(f"{model.name} has no separate layer for the classes: train all of it, without freeze.")
-
-
-def frozen_layers(model: Network, share: float) -> list[nn.Module]:
-    """The first layers of a network, as a share of all layers with parameters, without the classifier."""
-    layers = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
-    last = classifier(model)
-    return [layer for layer in layers[: math.ceil(share * len(layers))] if layer is not last]
 
 
 def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
