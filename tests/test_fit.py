@@ -100,7 +100,8 @@ def test_top1_and_top5_count_labels_among_the_best_logits():
     assert measure_accuracy(logits[1:], torch.tensor([1]))["top5"] == 0  # the sixth best
     assert found["loss"] == pytest.approx(F.cross_entropy(logits, labels).item())
     assert "top5" not in measure_accuracy(logits[:, :5], labels)  # it would always be 100
-    assert (found["top1_low"], found["top1_high"]) == pytest.approx((9.453, 90.547), abs=0.01)  # Wilson's formula
+    # Wilson's formula.
+    assert (found["top1_low"], found["top1_high"]) == pytest.approx((9.453, 90.547), abs=0.01)
 
 
 def test_each_class_has_counts_precision_and_recall(tmp_path):
@@ -301,7 +302,8 @@ def test_training_learns_logs_and_leaves_a_state(tmp_path):
     assert lines == state.history
     assert [(line["epoch"], line["step"]) for line in lines] == [(1, 3), (2, 6), (3, 9)]
     assert all(line["images_per_s"] > 0 and line["seconds"] > 0 for line in lines)
-    assert lines[0]["validation"].keys() == {"expected"}  # the mode of groups of two, alone
+    # The mode of groups of two, alone.
+    assert lines[0]["validation"].keys() == {"expected"}
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert {path.name for path in tmp_path.iterdir()} == {"state.pt", "log.jsonl"}
     assert state.model.training
@@ -337,7 +339,8 @@ def test_weights_of_the_best_epoch_are_kept_and_saved(uninterrupted, tmp_path, m
     ("losses", "epochs"),
     [
         ([0.9, 0.5, 0.55, 0.55, 0.1], 4),
-        ([0.4, 0.9, 0.8, 0.7, 0.6, 0.6], 3),  # not before half of the steps are done
+        # Not before half of the steps are done.
+        ([0.4, 0.9, 0.8, 0.7, 0.6, 0.6], 3),
         ([0.9, 0.8, 0.7, 0.6, 0.5], 5),
     ],
 )
@@ -360,11 +363,14 @@ def test_patience_counts_epochs_of_fine_tuning(tmp_path, monkeypatch, capsys, lo
 @pytest.mark.parametrize(
     ("group", "first", "gains", "chosen"),
     [
-        (2, "population", {"expected": 1}, "population"),  # one image of 60
+        # One image of 60.
+        (2, "population", {"expected": 1}, "population"),
         (2, "population", {"expected": 6}, "expected"),
         (1, "population", {"sample": 6}, "sample"),
-        (1, "population", {"expected": 9}, "population"),  # does not fit the group size
-        (1, "sample", {"population": 1, "sample": 0}, "sample"),  # the start's
+        # Does not fit the group size.
+        (1, "population", {"expected": 9}, "population"),
+        # The start's.
+        (1, "sample", {"population": 1, "sample": 0}, "sample"),
         (1, "sample", {"population": 9, "sample": 0}, "population"),
         (2, "population", {"sample": 0, "expected": 0}, "population"),
     ],
@@ -503,7 +509,8 @@ def test_full_disk_keeps_the_last_good_state(tmp_path, monkeypatch):
 
     def full(_, file):
         file.write(b"half of it")
-        raise RuntimeError("unexpected pos 64 vs 0")  # as torch reports it
+        # As torch reports it.
+        raise RuntimeError("unexpected pos 64 vs 0")
 
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(TrainingError, match=r"state.pt could not be written .*free disk space; the last one stays"):

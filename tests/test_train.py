@@ -275,12 +275,14 @@ def test_fine_tuning_leaves_what_evaluate_confirms(tree, checkpoint, tmp_path, m
     record = read(output, "results", "runs", f"{output.name}.json")
     facts = {"model": NETWORK, "norm": "bkn", "dataset": "folder", "gradient_batch": 8, "epochs": 2, "processes": 1}
     facts |= {"statistics_batch": 2, "seed": 0, "test_images": "validation", "command": "bkn-zoo train --init start"}
-    facts |= {"statistics_anew": False}  # of weights that are not averaged
+    # Of weights that are not averaged.
+    facts |= {"statistics_anew": False}
     assert {name: record[name] for name in facts} == facts
     assert {"seconds", "hardware", "versions"} <= record.keys()
     assert [line["epoch"] for line in record["curve"]] == [0, 1, 2]  # the first with the frozen network
     validation, chosen = record["curve"][record["kept_epoch"]]["validation"], record["chosen_statistics"]
-    assert validation.keys() == {"population"}  # the checkpoint's
+    # The checkpoint's.
+    assert validation.keys() == {"population"}
     assert record["validation"]["population"]["loss"] == pytest.approx(validation["population"]["loss"], abs=1e-3)
     assert record["validation"] == record["test"]
     assert model.default_statistics == config.default_statistics == chosen
@@ -522,7 +524,8 @@ def test_origin_has_a_name_for_others(checkpoint, monkeypatch):
 @pytest.mark.parametrize(
     ("processes", "told"),
     [
-        (0, "stopped before the first step: begin again with the same command\n"),  # before it saved a state
+        # Before it saved a state.
+        (0, "stopped before the first step: begin again with the same command\n"),
         (1, "continue with:\nbkn-zoo train {options} --resume\n"),
         (2, "continue with:\ntorchrun --nproc-per-node=2 --no-python bkn-zoo train {options} --resume\n"),
     ],
@@ -553,7 +556,8 @@ def test_stopped_training_says_how_to_resume(tmp_path, monkeypatch, capsys, proc
     ],
 )
 def test_result_says_how_its_command_was_started(monkeypatch, started, processes, here, told):
-    monkeypatch.setattr(sys, "argv", [started, "--data", "/home/me/photos", "--resume"])  # others cannot resume it
+    # Others cannot resume it.
+    monkeypatch.setattr(sys, "argv", [started, "--data", "/home/me/photos", "--resume"])
     monkeypatch.setattr("bkn_zoo.checkpoints.provenance.processes", lambda: processes)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
     found = environment(0)

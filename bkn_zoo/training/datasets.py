@@ -143,7 +143,8 @@ def load_data(
         raise InputError(f"there is no folder {root}: pass the folder of the data set.")
     loaded = _listed(labels, root, size, label_names) if labels else loaders[name](name, root, size)
     everything, chosen, test, names, preprocessing = loaded
-    if chosen is None and not len(everything):  # a file of labels for test images only
+    # A file of labels for test images only.
+    if chosen is None and not len(everything):
         chosen = everything
     if chosen is not None:
         return Data(name, everything, chosen, test, names, preprocessing, held_out=False)

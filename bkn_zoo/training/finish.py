@@ -78,10 +78,10 @@ def finish_training(
         logits, labels = logits_on(stored, data, data.test, runtime, "measuring the test images", runtime.modes)
         measured = measure_modes(logits, labels)
     classes = measure_classes(logits[best], labels, data.label_names)
-    accuracy = {
-        mode: {name: round(found[name], 3) for name in ACCURACY if name in found} for mode, found in measured.items()
-    }
-    stored.config = add_accuracy(plan.folder, accuracy)
+    stored.config = add_accuracy(
+        plan.folder,
+        {mode: {name: round(at[name], 3) for name in ACCURACY if name in at} for mode, at in measured.items()},
+    )
     record = facts | {
         "model": recipe.model, "norm": norm_of(recipe.model), "dataset": recipe.dataset,
         "gradient_batch": recipe.gradient_batch, "statistics_batch": recipe.statistics_batch_size, "seed": recipe.seed,

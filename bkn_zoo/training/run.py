@@ -66,7 +66,6 @@ def train(
 
     Raises:
         TrainingError: it diverged (`NonFiniteLossError`), or cannot continue, as with a full disk.
-        InputError, CheckpointError: the recipe, an option or the data; or a checkpoint or state are invalid.
     """
     plan = plan_training(
         recipe, data, overrides, init=init, name=name, output=output, results=results, device=device, resume=resume,
