@@ -191,9 +191,10 @@ def _texts(form: str, results: Iterable[Result]) -> Iterator[str]:
     """The output in a format, in parts."""
     if form == "json":
         yield "[\n" + ",\n".join(_json_line(result).rstrip("\n") for result in results) + "\n]\n"
+        return
     if form == "csv":
         yield ",".join(COLUMNS) + "\n"
-    yield from map({"table": _table, "csv": _csv_rows, "jsonl": _json_line, "json": str}[form], results)
+    yield from map({"table": _table, "csv": _csv_rows, "jsonl": _json_line}[form], results)
 
 
 def _json_line(result: Result) -> str:
