@@ -38,12 +38,10 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Classification:
-    """The predictions for one image, and the settings of the call.
+    """The predictions for one image, the likeliest first, and the settings of the call.
 
     Attributes:
-        predictions: labels with their probabilities, the likeliest first.
         revision: the commit of the repository that the checkpoint was downloaded from; None for a local folder.
-        engine: the engine that ran the network, "torch" or "openvino".
         uncertain: whether the highest probability is below the checkpoint's threshold, which 95 % of the correct
             answers on held-out images reach. The image may then show none of the classes. False without a threshold.
     """
@@ -66,15 +64,10 @@ class Classifier:
     Args:
         model: a network from `from_pretrained`.
         name: its name in results.
-        device: "cpu", "cuda", or "auto" for a GPU if available.
-        engine: "torch", "openvino", or "auto" for the fastest installed one.
-        precision: "f32", "f16", "bf16", or "auto" for the fastest of the hardware.
-        streams: as in `create_engine`.
+        device: "cpu", "cuda", or "auto" for a GPU if available; the others are those of `create_engine`.
 
     Attributes:
         revision: the commit of the repository that it was downloaded from; None for a local folder.
-        engine_name: "torch" or "openvino".
-        preprocessing: how images are prepared.
     """
 
     def __init__(
@@ -138,8 +131,7 @@ class Classifier:
     ) -> Iterator[Classification | ImageError]:
         """Yield the result of each image in order, or its error if it cannot be read.
 
-        While the network runs, threads decode the next few images from files and `bytes`, so there may be any number of
-        them. Other images are prepared at once, because their owner may change them.
+        While the network runs, threads decode the next few images from files and `bytes`.
         """
         chosen = self.choose(statistics)
         _check_top_k(top_k)
@@ -155,10 +147,9 @@ class Classifier:
 
     def choose(self, statistics: str | None = None) -> str:
         """The statistics mode of a call: the given one, or that of the checkpoint."""
-        if statistics is None:
-            return self.model.default_statistics
-        check_mode(statistics)
-        return statistics
+        if statistics is not None:
+            check_mode(statistics)
+        return statistics or self.model.default_statistics
 
     def prepare(self, image: ImageSource, max_pixels: int = MAX_PIXELS) -> Tensor:
         """One image as the input of the network, (3, size, size)."""

@@ -1,8 +1,7 @@
 """The folder in which OpenVINO caches compiled graphs between two starts.
 
-OpenVINO names a file by a hash of the graph, its options, the processor and its own version, and compiles again if a
-file is incomplete. The variable BKN_ZOO_CACHE sets another folder, or disables the cache with `off`. Problems with the
-folder are never errors: graphs are then compiled at every start.
+OpenVINO names a file by a hash of the graph, its options, the processor and its own version. Problems with the folder
+are never errors: graphs are then compiled at every start.
 """
 
 import functools
