@@ -154,6 +154,7 @@ class Engine:
         with self._lock:
             self._prepared.clear()
             self._weights = Weights(self.model)
+            self.stored = None
 
     def precision_at(self, mode: str) -> str:
         """The precision of a statistics mode. With precision="auto", it can differ from `precision`."""
