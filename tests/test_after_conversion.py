@@ -3,7 +3,9 @@
 import copy
 import functools
 import itertools
+import json
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -188,6 +190,19 @@ def test_images_of_a_call_are_those_of_the_named_input(images):
     torch.testing.assert_close(converted(tokens=tokens, images=X, statistics="sample")[0], alone)
 
 
+def test_labels_before_images_are_refused_or_skipped():
+    class Detector(Segmenter):
+        def forward(self, pixel_values, labels=None):
+            return self.decoder(self.encoder(pixel_values))
+
+    inputs = {"labels": [{"boxes": torch.rand(2, 4)}], "pixel_values": X}
+    example = inputs | {"pixel_values": X[:2]}
+    with pytest.raises(InputError, match=r"4 rows in a call with 2 images.*images=NAME"):
+        evaluated(convert(Detector(), example=example))(**inputs, statistics="sample")
+    named = evaluated(convert(Detector(), example=example, images="pixel_values"))
+    torch.testing.assert_close(named(**inputs, statistics="sample"), named(X, statistics="sample"))
+
+
 def test_eval_and_training_in_one_backward_pass():
     converted = convert(layers(3, 4, 4))
     (converted.eval()(X).sum() + converted.train()(X).sum()).backward()
@@ -283,6 +298,12 @@ def test_norms_without_links_are_reported(case, words):
             convert(Odd(case), example=X)
 
 
+def test_planning_is_fast_in_the_records():
+    rows = json.loads((Path(__file__).parent.parent / "results" / "conversion.json").read_text())["rows"]
+    timed = [row for row in rows if row.get("planning") is not None]
+    assert [row["name"] for row in timed if row["planning"] > 15 and row["forward"] < 1] == []
+
+
 def test_no_warning_for_an_ordinary_conversion():
     with warnings.catch_warnings(action="error"):
         convert(layers(3, 4, 4))
@@ -350,6 +371,14 @@ def test_recurrent_layers_are_called_in_any_way(way):
     converted = convert(network, example=x)
     prove(network, converted, x)
     assert converted.report.rows[1].left == (way == "packed")
+
+
+def test_scripted_submodules_convert():
+    network = layers(3, 4, 4)
+    network.insert(2, torch.jit.script(nn.ReLU()))
+    converted = convert(network, example=X)
+    prove(network, converted, X)
+    assert converted.report.rows[1].priors == {"1": 4}
 
 
 def test_refusal_says_whose_fault_it_is(monkeypatch):

@@ -21,8 +21,7 @@ from bkn_zoo.inference.engines import OpenVINOEngine, TorchEngine, create_engine
 from bkn_zoo.inference.folding import ImageNorm, fold_norms, prepare
 from bkn_zoo.inference.graph_cache import PRECISION
 from bkn_zoo.inference.openvino_graph import Symbol
-from bkn_zoo.models.inception import MaxPool
-from bkn_zoo.models.inception_cifar import InceptionCifar
+from bkn_zoo.models.inception import InceptionCifar, MaxPool
 from bkn_zoo.models.network import Branch
 from bkn_zoo.models.resnet import ResNet
 from bkn_zoo.norms import MODES, BatchNorm2d, GroupNorm2d, Statistics
@@ -249,7 +248,8 @@ def test_graphs_for_bf16_compute_the_same_on_all_processors(small, machine, monk
     monkeypatch.setattr(openvino_graph.platform, "machine", lambda: machine)
     for network, images in ((small, photographs(1, 16)), (near_population(), photographs(1, 8))):
         built, _ = openvino_graph.build_graph(prepare(network, SAMPLE), images.shape[1:], False, {PRECISION: "bf16"})
-        graph = openvino_graph.Graph(openvino_graph.compiled(built, {PRECISION: "f32"}))  # exact on every processor
+        # Exact on every processor.
+        graph = openvino_graph.Graph(openvino_graph.compiled(built, {PRECISION: "f32"}))
         assert_agrees(lambda images, mode, graph=graph: graph(images), network, images, "sample")
 
 
@@ -372,6 +372,33 @@ def test_f16_in_openvino_refuses_statistics_that_it_cannot_hold(own, monkeypatch
     own.statistics_batch_size = None
     assert automatic.precision_at("expected") == "f16"  # it is the same as `population` then
     assert TorchEngine(own, precision="f16").precision_at("sample") == "f16"
+
+
+def enlarge(layer, factor):
+    """Multiply the output of a convolution, and what its norm expects of it."""
+    layer.conv.weight.mul_(factor)
+    for tensor in (layer.norm.running_mean, layer.norm.image_mean, layer.norm.transition):
+        tensor.mul_(factor)
+    for tensor in (layer.norm.running_var, layer.norm.image_var, layer.norm.image_spread):
+        tensor.mul_(factor**2)
+
+
+@pytest.mark.parametrize("mode", ["sample", "expected"])
+def test_f16_divides_features_with_large_statistics(own, mode):
+    with torch.no_grad():
+        enlarge(own.get_submodule(MIDDLE), 30)
+    images = photographs(4, 16)
+    exact = TorchEngine(own)(images, mode)
+    statistics = Statistics(mode, own.statistics_batch_size)
+    divided = prepare(own, statistics, shrink=True)
+    heads = [module for module in divided.modules() if getattr(module, "divisor", None) is not None]
+    assert [float(head.divisor.max()) > 8 for head in heads] == [True]
+    with torch.inference_mode():
+        assert_close(divided(images, statistics=statistics), exact, atol=1e-4, rtol=0)
+    if engines.ov is not None:
+        engine = create_engine(own, "openvino", precision="f16")
+        assert engine.precision_at(mode) == "f16"
+        assert (engine(images, mode) - exact).abs().max() < 0.05 * exact.std()
 
 
 PROCESSORS = [

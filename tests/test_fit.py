@@ -369,7 +369,7 @@ def test_patience_counts_epochs_of_fine_tuning(tmp_path, monkeypatch, capsys, lo
         (1, "population", {"sample": 6}, "sample"),
         # Does not fit the group size.
         (1, "population", {"expected": 9}, "population"),
-        # The start's.
+        # The mode of the start.
         (1, "sample", {"population": 1, "sample": 0}, "sample"),
         (1, "sample", {"population": 9, "sample": 0}, "population"),
         (2, "population", {"sample": 0, "expected": 0}, "population"),

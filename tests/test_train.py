@@ -275,13 +275,13 @@ def test_fine_tuning_leaves_what_evaluate_confirms(tree, checkpoint, tmp_path, m
     record = read(output, "results", "runs", f"{output.name}.json")
     facts = {"model": NETWORK, "norm": "bkn", "dataset": "folder", "gradient_batch": 8, "epochs": 2, "processes": 1}
     facts |= {"statistics_batch": 2, "seed": 0, "test_images": "validation", "command": "bkn-zoo train --init start"}
-    # Of weights that are not averaged.
+    # The weights are not averaged.
     facts |= {"statistics_anew": False}
     assert {name: record[name] for name in facts} == facts
     assert {"seconds", "hardware", "versions"} <= record.keys()
     assert [line["epoch"] for line in record["curve"]] == [0, 1, 2]  # the first with the frozen network
     validation, chosen = record["curve"][record["kept_epoch"]]["validation"], record["chosen_statistics"]
-    # The checkpoint's.
+    # The mode of the checkpoint.
     assert validation.keys() == {"population"}
     assert record["validation"]["population"]["loss"] == pytest.approx(validation["population"]["loss"], abs=1e-3)
     assert record["validation"] == record["test"]

@@ -20,7 +20,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from bkn_zoo.conversion.example import Inputs, inputs_of, left_alone, plans_for, reason_of
 from bkn_zoo.conversion.learning import LEARNING_GAIN, start_near_population
 from bkn_zoo.conversion.plan import INTERLEAVED, NEVER_CALLED, UNFIT, ConversionPlan, NormCall
-from bkn_zoo.conversion.record import is_open, run_with_record
+from bkn_zoo.conversion.record import CALLS, run_with_record
 from bkn_zoo.conversion.replace import linked_norms, posing_as_batchnorms, replace_norms
 from bkn_zoo.conversion.report import NormRow, Report
 from bkn_zoo.errors import ConversionError, UnknownNameError, few_names
@@ -68,9 +68,8 @@ class Converted(BeliefNetwork):
         with posing_as_batchnorms(self):  # a `train` of the original may freeze norms
             return super().train(mode)
 
-    # These two show norms as batch norms to functions outside of the network that look for them. Otherwise, PyTorch's
-    # update_bn would do nothing, and timm's reparameterize_model fail.
-
+    # These two show norms as batch norms to functions that look for them. Otherwise, PyTorch's update_bn would do
+    # nothing, and timm's reparameterize_model fail.
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
         with posing_as_batchnorms(self) if _caller() == "update_bn" else nullcontext():
             yield from super().named_modules(*args, **kwargs)
@@ -205,13 +204,12 @@ def _with_signature(function: Any) -> Any:
 
 def _method(function: Any) -> Any:
     """Wrap a method that runs norms, so that a call from outside is one call of the network, with `statistics`."""
-
     freezes = _freezes(function.__name__, function)
 
     @functools.wraps(function)
     def method(self: Converted, *args: Any, **kwargs: Any) -> Any:
         with posing_as_batchnorms(self) if freezes else nullcontext():
-            if is_open(self):
+            if CALLS.open and CALLS.open[-1].network is self:
                 return function(self, *args, **kwargs)
             statistics = kwargs.pop("statistics", None)
             return run_with_record(self, self._choose(statistics, (args, kwargs)), function, args, kwargs)
@@ -271,7 +269,6 @@ def convert(
     `print(converted.report)` shows the conversion, and `bkn_zoo.conversion.prove` checks it.
 
     Args:
-        model: any module with batch norms.
         example: inputs of the network, which show how its norms are connected: a tensor, a tuple of inputs or a dict of
             named inputs, preferably with two or more images. None creates images that fit the first layer.
         only: the name of a part, such as "backbone". The rest stays unchanged, and the part takes `statistics` and has

@@ -103,10 +103,7 @@ def _functions_of_hooks(model: nn.Module) -> list[tuple[dict[int, Any], int]]:
 
 @contextmanager
 def unchanged_caches(model: nn.Module) -> Iterator[None]:
-    """Clear caches that fill in the meantime (`functools.lru_cache`) beside the classes of a network.
-
-    They would contain tensors of the planner, for example on the meta device.
-    """
+    """Clear caches (`functools.lru_cache`) beside the classes of a network that receive tensors of the planner."""
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     places = [vars(place) for place in {*kinds, *(sys.modules.get(kind.__module__) for kind in kinds)} if place]
     caches = {value for place in places for value in place.values() if isinstance(value, functools._lru_cache_wrapper)}
@@ -203,9 +200,8 @@ def _accepts(model: nn.Module, inputs: Inputs) -> bool:
     """Whether a network runs on these inputs, in training or evaluation mode."""
     for training in (True, False):
         with left_alone(), torch.no_grad(), suppress(Exception):
-            twin = copy.deepcopy(model)
-            twin.train(training)
-            twin(*copy.deepcopy(inputs.args), **copy.deepcopy(inputs.kwargs))
+            twin, copies = _copies(model, inputs, training, meta=False, hooks=True)
+            twin(*copies.args, **copies.kwargs)
             return True
     return False
 

@@ -230,10 +230,7 @@ class Ledger:
         return numbers.view([len(origins) if each == dim else 1 for each in range(ndim)])
 
     def renumbered(self, channels: Tensor, images: Tensor, gate: bool = False, guess: tuple[str, ...] = ()) -> Tag:
-        """New numbers for the same channels after an operation, which may make a gate, or be guessed.
-
-        A norm that sees them from here on has not seen those before the operation.
-        """
+        """New numbers for the same channels after an operation, which a norm below has not seen."""
         old, places = torch.unique(channels, return_inverse=True)
         first = len(self.origins)
         self.origins.extend([self.origins[number] for number in old.tolist()])

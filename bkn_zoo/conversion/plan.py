@@ -1,8 +1,8 @@
 """Plans which beliefs each norm of a network receives, for which channels, and over which path.
 
-The planner runs the network once on an example and observes all operations. It gives every channel of every tensor a
-number, applies each operation to the numbers as to the features (see `operations`), and stores the origin of the belief
-for each number (see `ledger`). The numbers that reach a norm then show which norms are below it.
+The planner runs the network once on an example. It gives every channel of every tensor a number, applies each operation
+to the numbers as to the features (see `operations`), and stores the origin of the belief for each number (see
+`ledger`). The numbers that reach a norm then show which norms are below it.
 """
 
 import functools

@@ -45,7 +45,8 @@ def prove(
     Args:
         original: the network before its conversion.
         converted: the result of `convert`, before training.
-        inputs, named: inputs of both, large enough for a training step of the original.
+        inputs: the inputs of both, large enough for a training step of the original.
+        named: further inputs by name.
         tolerance: largest relative difference; by default 1e-9, or more for a network that amplifies rounding errors:
             a hundred times the effect of the last bit of the inputs, at most 1e-5. In float32, which is used if the
             network supports nothing else, 1e-4 and at most 1e-2.
@@ -109,10 +110,7 @@ def _nudge(x: Any) -> Any:
 
 
 def _step(model: nn.Module, inputs: Any) -> tuple[Mapping[str, Tensor], ...]:
-    """Loss, gradients and buffers of a training step, the buffers as the forward pass leaves them.
-
-    If a checkpoint recomputes a part, PyTorch's batch norms update their averages again in the backward pass.
-    """
+    """Loss, gradients and buffers of a training step."""
     model.train()
     outputs = _seeded_outputs(model, inputs)
     # Random weights, because a mean of squares after a norm would have no gradient.
@@ -121,6 +119,7 @@ def _step(model: nn.Module, inputs: Any) -> tuple[Mapping[str, Tensor], ...]:
         weights = {name: torch.randn(x.shape, dtype=x.dtype).to(x.device) for name, x in outputs.items()}
     terms = [(x * weights[name]).mean() for name, x in outputs.items() if x.numel()]
     loss = torch.stack(terms).sum() if terms else torch.zeros(())
+    # Before the backward pass, where PyTorch's batch norms update their averages again in a checkpointed part.
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     if loss.requires_grad:
         loss.backward()

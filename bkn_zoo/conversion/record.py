@@ -43,10 +43,8 @@ class Record:
         return twin
 
     def begin(self, norm: str, planned: int) -> tuple[int, int]:
-        """The number of this call among a norm's planned calls, and the time of its previous occurrence (-1: none).
-
-        A norm starts over after its last planned call, as in a second pass through the same layers.
-        """
+        """The number of this call among a norm's planned calls, and the time of its previous occurrence (-1: none)."""
+        # It starts over after its last planned call, as in a second pass through the same layers.
         call = self.calls.get(norm, 0) % planned
         self.calls[norm] = self.calls.get(norm, 0) + 1
         return call, self.beliefs.get((norm, call), (-1, None))[0]
@@ -112,11 +110,6 @@ def check_norms(network: Any, called: int, mode: str) -> None:
         warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
-def is_open(network: nn.Module) -> bool:
-    """Whether the innermost call of this thread is one of this network."""
-    return len(CALLS.open) > 0 and CALLS.open[-1].network is network
-
-
 def count_images(inputs: Any) -> int | None:
     """The first size of the first tensor or, for a list of images with three dimensions, the length of the list."""
     first = next((leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)), None)
@@ -165,15 +158,13 @@ class Link(NamedTuple):
 
 
 class Links:
-    """The place of a norm in a converted network: supplies the priors of its calls, and records its beliefs.
-
-    It has the norm's name in records (`key`) and in messages (`label`), and the links of each call in a pass.
-    """
+    """The place of a norm in a converted network: supplies the priors of its calls, and records its beliefs."""
 
     told = False  # whether a missing link was reported
     default = "population"  # `default_statistics` of the network
 
     def __init__(self, key: str, label: str, calls: dict[bool, tuple[Link, ...]]) -> None:
+        # The norm's name in records and in messages, and the links of each call, for training and for evaluation.
         self.key, self.label, self.calls = key, label, calls
 
     def normalize(self, norm: Any, x: Tensor) -> Tensor:

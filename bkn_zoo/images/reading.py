@@ -74,11 +74,8 @@ def resized_square(image: Image.Image, size: int, interpolation: str = "bilinear
 def normalized_array(square: Image.Image, preprocessing: Preprocessing) -> np.ndarray:
     """An image of the network's size as its input, (3, size, size)."""
     mean, std = (np.array(values, np.float32).reshape(3, 1, 1) for values in (preprocessing.mean, preprocessing.std))
-    pixels = np.ascontiguousarray(np.asarray(square).transpose(2, 0, 1)).astype(np.float32)
-    pixels /= 255
-    pixels -= mean
-    pixels /= std
-    return pixels
+    pixels = np.ascontiguousarray(np.asarray(square).transpose(2, 0, 1))
+    return (pixels / np.float32(255) - mean) / std
 
 
 def _read_file(path: str | os.PathLike[str], limit: int) -> bytes:

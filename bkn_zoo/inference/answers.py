@@ -80,7 +80,6 @@ class GraphClassifier:
         them. Other images are prepared at once, because their owner may change them.
         """
         chosen = self.choose(statistics)
-        _check_top_k(top_k)
         with closing(self._ahead(images)) as prepared:
             while batch := list(islice(prepared, self._batch)):
                 good = [image for image in batch if not isinstance(image, ImageError)]
@@ -114,7 +113,8 @@ class GraphClassifier:
 
     def best(self, scores: Any, top_k: int = 5) -> tuple[Prediction, ...]:
         """The likeliest of one image's classes, from its row of `scores`."""
-        _check_top_k(top_k)
+        if not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 1:
+            raise InputError(f"top_k is {top_k!r}, but must be a whole number of at least 1.")
         row = np.asarray(scores)
         order = (-row).argsort(kind="stable")[:top_k]  # several times as fast as PyTorch's for few classes
         return tuple(map(Prediction, map(self._labels.__getitem__, order), row[order].tolist()))
@@ -172,8 +172,3 @@ def stored_classifier(location: Location, statistics: str | None, *how: str) -> 
 
 def _run_graph(graph: Any, own: np.ndarray, images: np.ndarray, statistics: str) -> np.ndarray:
     return graph([images, own][: len(graph.inputs)])[0]
-
-
-def _check_top_k(top_k: int) -> None:
-    if not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 1:
-        raise InputError(f"top_k is {top_k!r}, but must be a whole number of at least 1.")

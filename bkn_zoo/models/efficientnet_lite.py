@@ -2,7 +2,6 @@
 
 The Lite variants use ReLU6 for every activation, no squeeze-and-excitation, and a stem and a head of fixed width.
 Padding is TensorFlow's "same", with the odd pixel at the right and at the bottom, so TensorFlow's weights can be used.
-A residual sum passes on the belief of the main branch.
 """
 
 import math
@@ -88,11 +87,7 @@ def _relu6(state: State) -> State:
 
 
 class EfficientNetLite(Network):
-    """Stem, seven stages of inverted residuals, head.
-
-    `width` is a factor of the stages' channels, and `depth` one of their blocks; the first and the last stage keep
-    their number of blocks.
-    """
+    """Stem, seven stages of inverted residuals, head; `width` and `depth` are factors of channels and blocks."""
 
     stride = 32
 

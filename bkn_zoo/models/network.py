@@ -117,10 +117,7 @@ class Network(BeliefNetwork, OneNoise):
 
 
 class ConvNorm(nn.Module):
-    """Convolution, norm, ReLU. The prior is the belief of the norms below, with one entry per input channel.
-
-    A pooling is applied between convolution and norm: average pooling is cheaper there than before a 1x1 convolution.
-    """
+    """Convolution, pooling, norm, ReLU. Average pooling is cheaper here than before a 1x1 convolution."""
 
     def __init__(
         self, make_norm: Any, in_channels: int, out_channels: int, kernel_size: int, stride: int = 1,

@@ -233,7 +233,7 @@ def rival_rows(records: Sequence[Record]) -> list[dict[str, str]]:
         if len(runs) < len(arms):
             return NOT_RUN
         best = min(runs, key=lambda found: mean(record.get("validation_loss", 0.0) for record in found))
-        seconds = mean(record.get("seconds", record["whole_seconds"]) for record in best)
+        seconds = mean(record.get("seconds") or record["whole_seconds"] for record in best)
         lr = ARMS[best[0]["arm"]].get("lr")
         return f"{spread(map(top1, best), 1)}; {f'lr {lr:g}; ' if lr else ''}{seconds:.0f} s"
 

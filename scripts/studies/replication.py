@@ -18,7 +18,7 @@ import torch
 import bkn_zoo
 from bkn_zoo.errors import CheckpointError, NonFiniteLossError
 from bkn_zoo.models import Network
-from bkn_zoo.models.inception_cifar import InceptionCifar
+from bkn_zoo.models.inception import InceptionCifar
 from bkn_zoo.models.registry import NORMS as FACTORIES
 from bkn_zoo.modes import MODES
 from bkn_zoo.training.data import Runtime, evaluation_batches
