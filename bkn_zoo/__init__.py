@@ -12,82 +12,55 @@ from bkn_zoo.upper import UPPER_MODULES
 from bkn_zoo.version import __version__
 
 if TYPE_CHECKING:
-    from bkn_zoo.checkpoints.folder import from_pretrained, save_pretrained
-    from bkn_zoo.checkpoints.hub import push_to_hub
-    from bkn_zoo.checkpoints.locate import list_checkpoints
-    from bkn_zoo.conversion import convert, learn_statistics, start_near_population
-    from bkn_zoo.create import create_model
-    from bkn_zoo.images import Preprocessing
-    from bkn_zoo.inference.classifier import Classifier
-    from bkn_zoo.inference.export import export
-    from bkn_zoo.models import Network, list_models
-    from bkn_zoo.norms import (
-        BatchKalmanNorm,
-        BatchKalmanNorm1d,
-        BatchKalmanNorm2d,
-        BatchKalmanNorm3d,
-        KalmanSequential,
-        no_weight_decay,
-        recalibrate,
-    )
-    from bkn_zoo.training.finish import TrainingResult
-    from bkn_zoo.training.recipes import Recipe
-    from bkn_zoo.training.run import fine_tune, train
-
-__all__ = [
-    "BatchKalmanNorm",
-    "BatchKalmanNorm1d",
-    "BatchKalmanNorm2d",
-    "BatchKalmanNorm3d",
-    "KalmanSequential",
-    "no_weight_decay",
-    "recalibrate",
-    "list_models",
-    "create_model",
-    "convert",
-    "start_near_population",
-    "learn_statistics",
-    "list_checkpoints",
-    "from_pretrained",
-    "save_pretrained",
-    "push_to_hub",
-    "train",
-    "fine_tune",
-    "Recipe",
-    "TrainingResult",
-    "Classifier",
-    "export",
-    "Network",
-    "Preprocessing",
-    "BknZooError",
-    "UnknownNameError",
-    "InputError",
-    "CheckpointError",
-    "TrainingError",
-    "NonFiniteLossError",
-    "__version__",
-]
+    from bkn_zoo.checkpoints.folder import from_pretrained as from_pretrained
+    from bkn_zoo.checkpoints.folder import save_pretrained as save_pretrained
+    from bkn_zoo.checkpoints.hub import push_to_hub as push_to_hub
+    from bkn_zoo.checkpoints.locate import list_checkpoints as list_checkpoints
+    from bkn_zoo.conversion import convert as convert
+    from bkn_zoo.conversion import learn_statistics as learn_statistics
+    from bkn_zoo.conversion import start_near_population as start_near_population
+    from bkn_zoo.create import create_model as create_model
+    from bkn_zoo.images import Preprocessing as Preprocessing
+    from bkn_zoo.inference.classifier import Classifier as Classifier
+    from bkn_zoo.inference.export import export as export
+    from bkn_zoo.models import Network as Network
+    from bkn_zoo.models import list_models as list_models
+    from bkn_zoo.norms import BatchKalmanNorm as BatchKalmanNorm
+    from bkn_zoo.norms import BatchKalmanNorm1d as BatchKalmanNorm1d
+    from bkn_zoo.norms import BatchKalmanNorm2d as BatchKalmanNorm2d
+    from bkn_zoo.norms import BatchKalmanNorm3d as BatchKalmanNorm3d
+    from bkn_zoo.norms import KalmanSequential as KalmanSequential
+    from bkn_zoo.norms import no_weight_decay as no_weight_decay
+    from bkn_zoo.norms import recalibrate as recalibrate
+    from bkn_zoo.training.finish import TrainingResult as TrainingResult
+    from bkn_zoo.training.recipes import Recipe as Recipe
+    from bkn_zoo.training.run import fine_tune as fine_tune
+    from bkn_zoo.training.run import train as train
 
 LAZY_NAMES = {
     name: f"bkn_zoo.{module}"
     for module, names in {
-        "checkpoints.folder": ("from_pretrained", "save_pretrained"),
-        "checkpoints.hub": ("push_to_hub",),
-        "checkpoints.locate": ("list_checkpoints",),
-        "conversion": ("convert", "learn_statistics", "start_near_population"),
-        "create": ("create_model",),
-        "images": ("Preprocessing",),
-        "inference.classifier": ("Classifier",),
-        "inference.export": ("export",),
-        "models": ("Network", "list_models"),
-        "norms": (*(name for name in __all__ if "Kalman" in name), "no_weight_decay", "recalibrate"),
-        "training.finish": ("TrainingResult",),
-        "training.recipes": ("Recipe",),
-        "training.run": ("fine_tune", "train"),
+        "norms": "BatchKalmanNorm BatchKalmanNorm1d BatchKalmanNorm2d BatchKalmanNorm3d KalmanSequential "
+        "no_weight_decay recalibrate",
+        "models": "Network list_models",
+        "create": "create_model",
+        "conversion": "convert start_near_population learn_statistics",
+        "checkpoints.locate": "list_checkpoints",
+        "checkpoints.folder": "from_pretrained save_pretrained",
+        "checkpoints.hub": "push_to_hub",
+        "training.run": "train fine_tune",
+        "training.recipes": "Recipe",
+        "training.finish": "TrainingResult",
+        "inference.classifier": "Classifier",
+        "inference.export": "export",
+        "images": "Preprocessing",
     }.items()
-    for name in names
+    for name in names.split()
 }
-"""The modules of the names above."""
+"""The public names, and their modules."""
+
+__all__ = ["BknZooError", "CheckpointError", "InputError", "NonFiniteLossError", "TrainingError", "UnknownNameError"]
+__all__ += [*LAZY_NAMES, "__version__"]
 
 PACKAGES = ("checkpoints", "conversion", "images", "inference", "kernels", "models", "norms", "publishing", "training")
 """Packages that can be used as attributes, such as `bkn_zoo.norms`, without importing them first."""

@@ -21,10 +21,10 @@ def create_model(name: str, num_classes: int | None = None, *, pretrained: bool 
     Args:
         name: one of `list_models()`, or "torchvision:NAME" or "timm:NAME". With `pretrained`, also the name of a
             checkpoint, as in `from_pretrained`.
-        num_classes: outputs of the classifier. The default is that of the data set that the network was designed for,
-            or of the checkpoint. If it differs from a checkpoint's, the classifier is initialized.
+        num_classes: outputs of the classifier; by default those of the network's usual data set, or of the checkpoint.
+            If it differs from a checkpoint's, the classifier is initialized.
         pretrained: whether to load weights: those of the checkpoint with this name, of the network's default checkpoint
-            (`bkn_zoo.defaults`; otherwise its only local one), or the library's own, which are downloaded.
+            (otherwise its only local one), or the library's own, which are downloaded.
         options: options of a new network. For all norms: `standardized_weights`. For `_bkn`: `shared_process_noise`,
             `initial_gain`, `initial_belief`, `centered`, `transition_rank` and, for ablations, `link`. For `_brn`:
             `warmup`, `r_steps` and `d_steps`. For `_gn`: `channels_per_group`. For a library's network: numbers and

@@ -1,6 +1,6 @@
 """All errors of bkn_zoo. Each message is one sentence that says what is wrong and what to do."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 
@@ -82,3 +82,8 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """A question with the closest of the choices, for errors about unknown words; empty if none is close."""
     close = get_close_matches(word, list(choices), n=1)
     return f" (did you mean {close[0]}?)" if close else ""
+
+
+def few_names(names: Sequence[str]) -> str:
+    """The first three names."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,9 +1,4 @@
-"""Checks the fields of files that people write: names, types and ranges.
-
-The annotations of a dataclass define the types of its fields. A `Rule` in an annotation restricts the values further:
-
-    epochs: Annotated[int, Rule(lambda value: value >= 1, "a whole number of at least 1")]
-"""
+"""Checks the fields of files that people write, by the annotations of a dataclass: names, types and ranges."""
 
 import dataclasses
 import inspect
@@ -20,7 +15,7 @@ Made = TypeVar("Made")
 
 
 class Rule(NamedTuple):
-    """A condition for values of the right type, and a description of valid values."""
+    """A condition for values of the right type, and a description of valid values, in an annotation: `Count`."""
 
     holds: Callable[[Any], bool]
     wanted: str
@@ -39,13 +34,11 @@ WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "
 def make(kind: type[Made], data: dict[str, Any], prefix: str = "", *, newer: str | None = None) -> Made:
     """Build a dataclass, and those inside, from the content of a file; a missing required field is an error.
 
-    Args:
-        newer: the name of a file that a newer version may have written: unknown fields only cause a warning.
+    If `newer` names a file that a newer version may have written, unknown fields only cause a warning.
     """
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for name, field in fields.items():
-        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if required and name not in data:
+        if name not in data and field.default is field.default_factory is dataclasses.MISSING:
             raise InputError(f"the field {prefix}{name} is missing: add it.")
     made = {}
     for name, value in data.items():
@@ -55,9 +48,9 @@ def make(kind: type[Made], data: dict[str, Any], prefix: str = "", *, newer: str
             reason = "because this bkn_zoo does not know it: upgrade bkn_zoo"
             warnings.warn(f"{newer}: the field {prefix}{name[:80]} is ignored, {reason}", stacklevel=2)
             continue
-        inner = next((hint for hint in (fields[name].type, *get_args(fields[name].type)) if _is_dataclass(hint)), None)
-        if inner is not None and isinstance(value, dict):
-            value = make(inner, value, f"{prefix}{name}.", newer=newer)
+        for hint in (fields[name].type, *get_args(fields[name].type)):
+            if isinstance(hint, type) and dataclasses.is_dataclass(hint) and isinstance(value, dict):
+                value = make(hint, value, f"{prefix}{name}.", newer=newer)
         made[name] = value
     return kind(**made)
 
@@ -124,7 +117,3 @@ def wanted(hint: Any) -> str:
     if inner:
         return ", or ".join(wanted(option) for option in inner)
     return "null" if hint is NoneType else WORDS.get(hint, f"a {hint.__name__}")
-
-
-def _is_dataclass(hint: Any) -> bool:
-    return isinstance(hint, type) and dataclasses.is_dataclass(hint)

@@ -5,8 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
 
 PATIENCE = 2.0  # seconds before a bar appears
 TICK = 0.2  # seconds between updates
@@ -14,36 +13,59 @@ EVERY = 30.0  # seconds between lines without a terminal
 
 
 @contextmanager
-def bar(total: int | None, what: str | None, unit: str, lines: bool = False) -> Iterator[Callable[[int], object]]:
-    """Progress of work in parts. Yields a function to call with the number of parts done since the last call.
+def bar(total: int | None, what: str | None, unit: str = "", lines: bool = False) -> Iterator[Callable[..., None]]:
+    """Progress of work in parts. Yields a function to call with the number of parts done since, and perhaps a note.
 
     Args:
+        total: the number of parts; None shows only the elapsed time.
         what: a description; None shows nothing.
         lines: whether a line is printed every half minute if there is no terminal.
     """
-    count = 0
+    count, note, over = 0, "", threading.Event()
 
-    def done(more: int) -> None:
-        nonlocal count
-        count += more
+    def done(more: int, about: str = "") -> None:
+        nonlocal count, note
+        count, note = count + more, about
 
-    with nullcontext() if what is None else _shown(lambda: count, lines, desc=what, total=total, unit=unit):
+    def show() -> None:
+        begun = time.monotonic()
+        if not has_screen():
+            while not over.wait(EVERY):
+                spent = time.monotonic() - begun
+                parts = f"{count:,} of {total:,}, {note}{note and ', '}" if total else ""
+                left = f", about {spent * (total - count) / count:.0f} s to go" if total and count else ""
+                print(f"{what}: {parts}{spent:.0f} s{left}", file=sys.stderr, flush=True)
+        elif not over.wait(PATIENCE):
+            from tqdm import tqdm
+
+            form = None if total else "{desc}: {elapsed}"
+            with tqdm(desc=what, total=total, unit=unit, bar_format=form, leave=False) as shown:
+                shown.start_t -= PATIENCE
+                while not over.wait(TICK):
+                    shown.n = count
+                    shown.set_postfix_str(note)
+
+    # A thread, because one part may take any time.
+    thread = threading.Thread(target=show, daemon=True)
+    if what is not None and (sys.stderr.isatty() or (lines and speaks())):
+        thread.start()
+    try:
         yield done
+    finally:
+        over.set()
+        if thread.ident:
+            thread.join()
 
 
-@contextmanager
-def waiting(what: str) -> Iterator[None]:
+def waiting(what: str) -> AbstractContextManager[object]:
     """Progress of work without parts: shows the elapsed seconds."""
-    with _shown(lambda: 0, False, desc=what, bar_format="{desc}: {elapsed}"):
-        yield
+    return bar(None, what)
 
 
 def has_screen() -> bool:
     """Whether standard error is a terminal in which a bar fits. The size of some is 0 x 0."""
-    if not sys.stderr.isatty():
-        return False
     try:
-        return os.get_terminal_size(sys.stderr.fileno()).columns > 0
+        return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
     except (OSError, ValueError):  # it has no size
         return True
 
@@ -58,43 +80,3 @@ def say(line: str) -> None:
     from tqdm import tqdm
 
     tqdm.write(line, file=sys.stderr)
-
-
-@contextmanager
-def _shown(count: Callable[[], int], lines: bool, **looks: Any) -> Iterator[None]:
-    if not sys.stderr.isatty() and not (lines and speaks()):
-        yield
-        return
-    over = threading.Event()
-    # A thread, because one part may take any time.
-    show = _show if has_screen() else _tell
-    thread = threading.Thread(target=show, args=(count, over, looks), daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-def _tell(count: Callable[[], int], over: threading.Event, looks: dict[str, Any]) -> None:
-    """Print lines of progress, for a file, a pipe or a log."""
-    begun = time.monotonic()
-    while not over.wait(EVERY):
-        done = f"{count():,} of {looks['total']:,}, " if looks.get("total") else ""
-        print(f"{looks['desc']}: {done}{time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
-
-
-def _show(count: Callable[[], int], over: threading.Event, looks: dict[str, Any]) -> None:
-    begun = time.monotonic()
-    if over.wait(PATIENCE) and time.monotonic() < begun + PATIENCE:
-        return
-    from tqdm import tqdm
-
-    with tqdm(**looks, leave=False) as shown:
-        shown.start_t -= PATIENCE
-        while True:
-            shown.n = count()
-            shown.refresh()
-            if over.wait(TICK):
-                return

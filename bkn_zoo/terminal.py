@@ -36,12 +36,6 @@ def with_dashes(word: str) -> str:
 
 
 def printable(text: object) -> str:
-    """The text on one line, with escaped control characters.
-
-    Control characters move the cursor, set the window's title, break lines, or invisibly change the order of other
-    characters. Letters and spaces stay the same.
-    """
-    return "".join(
-        letter if letter.isprintable() or unicodedata.category(letter) == "Zs" else ascii(letter)[1:-1]
-        for letter in str(text)
-    )
+    """The text on one line, with escaped control characters, which could change or hide what a terminal shows."""
+    kept = (letter.isprintable() or unicodedata.category(letter) == "Zs" for letter in str(text))
+    return "".join(letter if keep else ascii(letter)[1:-1] for letter, keep in zip(str(text), kept, strict=True))

@@ -2,7 +2,7 @@
 
 python scripts/check_conversion.py                         # all of them: about an hour on two cores; needs timm
 python scripts/check_conversion.py resnet18                # those whose names are given; the others' rows stay
-python scripts/check_conversion.py --resume --seconds 240  # those that have no row yet, for so long
+python scripts/check_conversion.py --resume --seconds 240  # those without a row or without times, for so long
 python scripts/check_conversion.py --recipes               # the recipes of docs/conversion.md, with real trainers
 
 Writes results/conversion.json, which `scripts/report.py` puts into docs/conversion.md, and results/recipes.json.
@@ -27,10 +27,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from bkn_zoo.checkpoints.provenance import write_results
 from bkn_zoo.conversion import convert, prove
-from bkn_zoo.conversion.checks import holds_batchnorm
+from bkn_zoo.conversion.converted import holds_batchnorm
 from bkn_zoo.conversion.example import inputs_of
+from bkn_zoo.conversion.ledger import tensors_in
 from bkn_zoo.conversion.proof import seeded
-from bkn_zoo.conversion.tags import tensors_in
 from bkn_zoo.errors import BknZooError
 from bkn_zoo.norms import MODES
 
@@ -109,9 +109,11 @@ def missing_anew(missing: set[str], before: set[str]) -> set[str]:
     return {name for name in missing - before if not any(name.startswith(f"{norm}.") for norm in unused)}
 
 
-def check(case: Case) -> dict[str, Any]:
+def check(case: Case, earlier: dict[str, Any]) -> dict[str, Any]:
+    """The row of a case; only times are new if the network converts as in an earlier row."""
     torch.manual_seed(0)
-    original = case.build().train()  # some leave parts in evaluation mode, which are then taken for frozen
+    # Some leave parts in evaluation mode, which are then taken for frozen.
+    original = case.build().train()
     stir(original)
     row: dict[str, Any] = {"library": case.library, "name": case.name, "converts": False}
     batch, two, one = case.inputs(4), case.inputs(2), case.inputs(case.group or 4)
@@ -132,6 +134,8 @@ def check(case: Case) -> dict[str, Any]:
         "parameters": report.parameters_before,
         "added": report.parameters_after - report.parameters_before,
     }
+    if earlier and all(earlier[name] == row[name] for name in row if name not in ("planning", "forward")):
+        return earlier | row
     row["float32"] = difference(outputs(original, batch), outputs(converted, batch))
     if row["parameters"] > LARGEST:
         return row
@@ -148,20 +152,21 @@ def check(case: Case) -> dict[str, Any]:
         for tensor in again.state_dict().values():  # so that none is right before it is loaded
             tensor.zero_()
         again.load_state_dict(torch.load(file))
-    modes = MODES if case.group else ("population", "expected")  # a row of a table has no statistics of its own
+    # A row of a table has no statistics of its own.
+    modes = MODES if case.group else ("population", "expected")
     row["round_trip"] = max(
         difference(outputs(converted, one, statistics=mode), outputs(again, one, statistics=mode)) for mode in modes
     )
     return row
 
 
-def try_check(name: str) -> dict[str, Any] | None:
+def try_check(name: str, earlier: dict[str, Any]) -> dict[str, Any] | None:
     """The row of a case; None if it holds no batch norm."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     case = next(case for case in cases() if f"{case.library} {case.name}" == name)
     try:
-        return check(case) if case.with_example or holds_norms(case) else None
+        return check(case, earlier) if case.with_example or holds_norms(case) else None
     except Exception as error:  # whatever a network does, the others are still of interest
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         return {"library": case.library, "name": case.name, "converts": False, "planning": None, "reason": reason}
@@ -184,12 +189,13 @@ def save(rows: list[dict[str, Any]], before: dict[str, Any]) -> None:
 
 def main(names: list[str], resume: bool, seconds: float, processes: int) -> None:
     before = json.loads(OUTPUT.read_text()) if (names or resume) and OUTPUT.exists() else {"rows": []}
-    # Older versions wrote no planning.
-    known = {f"{row['library']} {row['name']}" for row in before["rows"] if "planning" in row}
+    known = {f"{row['library']} {row['name']}": row for row in before["rows"]}
     wanted = [case for case in cases() if not names or case.name in names]
     wanted.sort(key=lambda case: not case.with_example)  # small ones first
     chosen = [f"{case.library} {case.name}" for case in wanted]
-    chosen = [name for name in chosen if not (resume and name in known)]
+    if resume:
+        # Older versions wrote no planning.
+        chosen = [name for name in chosen if "planning" not in known.get(name, {})]
     rows: list[dict[str, Any]] = []
     began = time.monotonic()
     # New processes now and then, which give memory back. (By max_tasks_per_child, those of Python 3.11 end for good.)
@@ -197,7 +203,9 @@ def main(names: list[str], resume: bool, seconds: float, processes: int) -> None
         if time.monotonic() - began > seconds:
             break
         with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
-            for row in filter(None, pool.map(try_check, chosen[first : first + TOGETHER])):
+            together = chosen[first : first + TOGETHER]
+            earlier = [known.get(name, {}) if resume else {} for name in together]
+            for row in filter(None, pool.map(try_check, together, earlier)):
                 print(json.dumps(row), flush=True)
                 rows.append(row)
                 save(rows, before)

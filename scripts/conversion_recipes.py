@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import bkn_zoo
 from bkn_zoo.checkpoints.provenance import write_results
 from bkn_zoo.conversion import Converted
-from bkn_zoo.conversion.tags import tensors_in
+from bkn_zoo.conversion.ledger import tensors_in
 
 ROOT = Path(__file__).resolve().parent.parent
 TITLES = {

@@ -178,11 +178,7 @@ async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result:
 
 
 def create_app(settings: Settings, one_of_many: bool = False, metrics_folder: Path | None = None) -> FastAPI:
-    """Create the service as an ASGI application, with its state in `app.state.service`.
-
-    Args:
-        one_of_many: whether other processes serve requests meanwhile, so that it starts only after loading its models.
-    """
+    """The service as an ASGI application. If it is one of many processes, it starts only after loading its models."""
     service = Service(settings, metrics_folder)
 
     async def start(app: FastAPI) -> None:

@@ -45,9 +45,9 @@ USUAL_FRAMES = {b"\xff\xc0", b"\xff\xc1"}
 PIXELS_PER_CORE = 12_500_000
 # Times as much as is decoded at once may wait for it.
 BACKLOG = 4
-# Seconds that a later, smaller input may overtake, for each byte and for each estimated second of an image.
+# Handicap in seconds, by which later inputs may overtake: per byte, and per second that decoding is estimated to take.
 HANDICAP_PER_BYTE, HANDICAP_PER_SECOND = 5e-7, 10
-# The largest where images are estimated, and decoded if they are cheap: photographs of megabytes wait no longer.
+# The largest handicap in seconds before the cost is estimated, so that a large photograph does not wait long for that.
 MOST_HANDICAP = 0.2
 
 Result = TypeVar("Result")

@@ -41,7 +41,7 @@ def set_up_logs() -> None:
     handler.setFormatter(JsonFormatter())
     logging.root.handlers = [handler]
     logging.root.setLevel(logging.WARNING)
-    chosen = os.environ.get("BKN_ZOO_LOG_LEVEL", "info").upper()  # set by bkn-zoo --log-level
+    chosen = os.environ.get("BKN_ZOO_LOG_LEVEL", "info").upper()
     logging.getLogger("bkn_zoo").setLevel(logging.getLevelNamesMapping().get(chosen, logging.INFO))
     warnings.simplefilter("ignore")  # libraries warn about details of untrusted images
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read at the first request to the Hub

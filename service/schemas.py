@@ -97,10 +97,7 @@ MODEL_IN_QUERY = {
 
 
 def upload(field: str, form: bool) -> dict[str, Any]:
-    """The OpenAPI description of the requests that `read_upload` accepts.
-
-    Options are in the query. The body is the image itself, JSON with base64, or a form.
-    """
+    """The OpenAPI description of an upload: options in the query; the image, JSON with base64 or a form as its body."""
     base64 = {"type": "string", "contentEncoding": "base64", "description": "the image file, in base64"}
     options = Options.model_json_schema()["properties"]
     query = [
@@ -125,7 +122,7 @@ def upload(field: str, form: bool) -> dict[str, Any]:
 
 
 def uploads(field: str) -> dict[str, Any]:
-    """The same for `read_uploads`: several images in a form or in JSON."""
+    """The same for several images, in a form or in JSON."""
     body = upload(field, form=True)
     content = body["requestBody"]["content"]
     del content["application/octet-stream"], content["image/*"]

@@ -21,6 +21,8 @@ from .logs import failed
 from .settings import Settings
 from .workers import WorkerLink
 
+log = logging.getLogger("bkn_zoo.service")
+
 # Seconds after which computing threads yield to the event loop, which waits this long for each socket.
 SWITCH = 0.0005
 # Of uvicorn, between two signs of life: a second.
@@ -81,6 +83,7 @@ class Server(uvicorn.Server):
         self.service.edge.draining = True
         self.service.bodies.give_up_unfinished()
         await super().shutdown(sockets)
+        log.info("stopped", extra={"requests": self.server_state.total_requests})
 
 
 def run_server(settings: Settings, link: WorkerLink | None = None) -> int:

@@ -11,14 +11,15 @@ from bkn_zoo.inference import ENGINES, PRECISIONS
 from bkn_zoo.terminal import Parser
 
 PREFIX = "BKN_ZOO_"
+# Settings of version 0.1 that are fixed now.
+REMOVED = ("max_wait_ms", "head_seconds", "idle_seconds", "stay_seconds", "max_images")
 # Given as "a,b", not as JSON.
 Listed = Annotated[list[str], NoDecode]
 LISTS = ("models", "api_keys", "cors_origins")
 CHOICES = {"engine": ENGINES, "precision": PRECISIONS, "device": ("auto", "cpu", "cuda")}
 # What --help shows for the values of options that are not numbers.
 METAVARS = {name: "{" + ",".join(choices) + "}" for name, choices in CHOICES.items()} | {
-    "host": "ADDRESS", "root_path": "PATH", "models": "NAME", "api_keys": "KEY",
-    "cors_origins": "ORIGIN",
+    "host": "ADDRESS", "root_path": "PATH", "models": "NAME", "api_keys": "KEY", "cors_origins": "ORIGIN",
 }  # fmt: skip
 DESCRIPTION = f"""\
 Classifies images over HTTP, and serves a web page to try it.
@@ -108,10 +109,11 @@ def settings_parser() -> Parser:
 
 def read_settings(arguments: list[str]) -> Settings:
     """Read the settings from flags and the environment."""
-    # Ignoring them could leave a service without its keys.
-    old = sorted(name for name in os.environ if name.startswith("BKN_") and not name.startswith(PREFIX))
-    if old:
-        raise InputError(f"{old[0]} is a variable of version 0.1: rename it to {old[0].replace('BKN_', PREFIX, 1)}.")
+    for old in map(str.upper, (*Settings.model_fields, *REMOVED)):
+        # Ignoring it could leave a service without its keys.
+        if f"BKN_{old}" in os.environ:
+            remedy = "remove it" if old.lower() in REMOVED else f"rename it to {PREFIX}{old}"
+            raise InputError(f"BKN_{old} is a variable of version 0.1: {remedy}.")
     given = {name: value for name, value in vars(settings_parser().read(arguments)).items() if value is not None}
     try:
         return Settings(**given)
@@ -119,4 +121,6 @@ def read_settings(arguments: list[str]) -> Settings:
         first = error.errors()[0]
         name = "-".join(str(part) for part in first["loc"][:1]).replace("_", "-")
         reason = first["msg"].removeprefix("Value error, ")
+        if str(first["input"]).startswith("tcp://"):
+            reason += "; Kubernetes sets it for a Service of this name: set enableServiceLinks: false in the pod"
         raise InputError(f"--{name} (or {PREFIX}{name.replace('-', '_').upper()}): {reason}.") from None

@@ -20,7 +20,7 @@ from shallow import shallow
 
 from bkn_zoo import kernels
 from bkn_zoo.models import registry
-from bkn_zoo.models.inception_cifar import inception_cifar
+from bkn_zoo.models.inception import inception_cifar
 from bkn_zoo.norms import BatchKalmanNorm, BatchKalmanNorm2d, BatchNorm2d, BatchRenorm2d, Belief, GroupNorm2d
 from bkn_zoo.norms.running import RunningNorm
 

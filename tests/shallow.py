@@ -3,8 +3,7 @@
 from torch import nn
 
 from bkn_zoo import list_models
-from bkn_zoo.models.inception import Inception, MaxPool
-from bkn_zoo.models.inception_cifar import InceptionCifar
+from bkn_zoo.models.inception import Inception, InceptionCifar, MaxPool
 from bkn_zoo.models.network import Branch
 
 NETWORKS = [name for name in list_models() if "lite1" not in name and "lite2" not in name]  # Lite0 with more blocks

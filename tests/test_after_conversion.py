@@ -3,16 +3,19 @@
 import copy
 import functools
 import itertools
+import json
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.optim.swa_utils import AveragedModel, update_bn
 from torchvision.models.feature_extraction import create_feature_extractor
 from torchvision.models.resnet import BasicBlock, ResNet
 
-from bkn_zoo import BatchKalmanNorm1d, InputError, convert
+from bkn_zoo import BatchKalmanNorm1d, InputError, convert, recalibrate
 from bkn_zoo.conversion import prove
 from bkn_zoo.conversion.plan import Planner
 from bkn_zoo.errors import ConversionError
@@ -63,6 +66,9 @@ class Segmenter(nn.Module):
             x = getattr(self, f"de{name}")(getattr(self, f"en{name}")(x))
         return x
 
+    def by_lambda(self, x):
+        return (lambda y: self.decoder(self.encoder(y)))(x)
+
     def by_children(self, x):
         for child in self.children():
             x = child(x)
@@ -108,7 +114,7 @@ def test_sample_of_one_value_per_channel_is_refused(shape):
         BatchKalmanNorm1d(3).eval()(torch.randn(shape), statistics="sample")
 
 
-@pytest.mark.parametrize("method", ["under_no_grad", "by_comprehension", "by_getattr", "by_children"])
+@pytest.mark.parametrize("method", ["under_no_grad", "by_comprehension", "by_lambda", "by_getattr", "by_children"])
 def test_default_statistics_apply_in_every_method(method):
     converted = evaluated(convert(Segmenter(), default_statistics="sample"))
     torch.testing.assert_close(getattr(converted, method)(X), converted(X))
@@ -139,6 +145,29 @@ def test_statistics_of_removed_norms_are_refused_or_reported(left):
             converted(X, statistics="sample")
 
 
+def test_reparameterize_model_leaves_population_only():
+    timm = pytest.importorskip("timm")
+    block = timm.models.byobnet.RepVggBlock
+    converted = convert(nn.Sequential(block(3, 8), block(8, 8)), default_statistics="sample").eval()
+    folded = timm.utils.reparameterize_model(converted)
+    population = converted(X, statistics="population")
+    torch.testing.assert_close(folded(X, statistics="population"), population, rtol=1e-4, atol=1e-5)
+    assert not isinstance(converted[1].identity, nn.BatchNorm2d)
+    with pytest.raises(InputError, match="no effect on 5 of 5 converted norms, because they were removed"):
+        folded(X)
+
+
+def test_update_bn_of_pytorch_recalibrates():
+    network = convert(layers(3, 4, 4))
+    averaged, wanted = AveragedModel(network), copy.deepcopy(network)
+    update_bn([X, 2 * X], averaged)
+    recalibrate(wanted, [X, 2 * X])
+    for name in ("1.running_mean", "1.running_var", "3.running_mean", "3.running_var"):
+        torch.testing.assert_close(averaged.module.get_buffer(name), wanted.get_buffer(name))
+        assert not torch.equal(wanted.get_buffer(name), network.get_buffer(name))
+    assert not isinstance(averaged.module[1], nn.BatchNorm2d)
+
+
 class TwoInputs(nn.Module):
     def __init__(self):
         super().__init__()
@@ -159,6 +188,19 @@ def test_images_of_a_call_are_those_of_the_named_input(images):
     alone = torch.cat([converted(tokens[:1], x[None], statistics="sample")[0] for x in X])
     torch.testing.assert_close(converted(tokens, X, statistics="sample")[0], alone)
     torch.testing.assert_close(converted(tokens=tokens, images=X, statistics="sample")[0], alone)
+
+
+def test_labels_before_images_are_refused_or_skipped():
+    class Detector(Segmenter):
+        def forward(self, pixel_values, labels=None):
+            return self.decoder(self.encoder(pixel_values))
+
+    inputs = {"labels": [{"boxes": torch.rand(2, 4)}], "pixel_values": X}
+    example = inputs | {"pixel_values": X[:2]}
+    with pytest.raises(InputError, match=r"4 rows in a call with 2 images.*images=NAME"):
+        evaluated(convert(Detector(), example=example))(**inputs, statistics="sample")
+    named = evaluated(convert(Detector(), example=example, images="pixel_values"))
+    torch.testing.assert_close(named(**inputs, statistics="sample"), named(X, statistics="sample"))
 
 
 def test_eval_and_training_in_one_backward_pass():
@@ -219,21 +261,47 @@ def test_planning_leaves_no_trace(example):
     assert all(not tensor.is_inference() and not tensor.is_meta for tensor in seen)
 
 
-@pytest.mark.parametrize("case", ["never called", "no links"])
-def test_norms_without_links_are_reported(case):
-    class Odd(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net, self.other = layers(3, 4), layers(3, 4)
+class Odd(nn.Module):
+    def __init__(self, case):
+        super().__init__()
+        self.case, self.net, self.other = case, layers(3, 4), layers(3, 4)
 
-        def forward(self, x):
-            return self.net(x) if case == "never called" else self.net(x) + self.other(x)
+    def forward(self, x):
+        if self.case == "training" and self.training:
+            raise ValueError("targets are missing")
+        if self.case in ("never called", "training"):
+            return self.net(x)
+        if self.case == "no links":
+            return self.net(x) + self.other(x)
+        # Weights for each image, as in CondConv.
+        weights = self.net(x).mean((2, 3)).view(-1, 4, 1, 1, 1) * self.other[0].weight
+        y = nn.functional.conv2d(x.flatten(0, 1)[None], weights.flatten(0, 1), groups=len(x))
+        return self.other[1](y.view(len(x), 4, *y.shape[2:]))
 
-    expected = "1 of 2 batch norms were never called and stay batch norms: other.1"
-    if case == "no links":
-        expected = "none of the 2 norms receives a belief, so that they have no A, R and q: net.1, other.1"
-    with pytest.warns(RuntimeWarning, match=expected):
-        convert(Odd())
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("never called", r"1 of 2 batch norms stay batch norms \(never called\): other.1"),
+        ("no links", "none of the 2 norms receives a belief, so they have no A, R and q: net.1, other.1"),
+        ("generated", r"1 of 2 batch norms stay .*weights are generated per call\): other.1"),
+        ("training", "2 norms were seen in training or in evaluation mode only: net.1, other.1"),
+    ],
+)
+def test_norms_without_links_are_reported(case, words):
+    with pytest.warns(RuntimeWarning, match=rf"{words}.* pass inputs of the network .*example=inputs"):
+        converted = convert(Odd(case))
+    if case == "generated":
+        assert "other.1  left: its input depends on convolutions whose weights are gen" in str(converted.report)
+    if case != "training":
+        with pytest.warns(RuntimeWarning, match=rf"{words}.* pass another example"):
+            convert(Odd(case), example=X)
+
+
+def test_planning_is_fast_in_the_records():
+    rows = json.loads((Path(__file__).parent.parent / "results" / "conversion.json").read_text())["rows"]
+    timed = [row for row in rows if row.get("planning") is not None]
+    assert [row["name"] for row in timed if row["planning"] > 15 and row["forward"] < 1] == []
 
 
 def test_no_warning_for_an_ordinary_conversion():
@@ -305,6 +373,14 @@ def test_recurrent_layers_are_called_in_any_way(way):
     assert converted.report.rows[1].left == (way == "packed")
 
 
+def test_scripted_submodules_convert():
+    network = layers(3, 4, 4)
+    network.insert(2, torch.jit.script(nn.ReLU()))
+    converted = convert(network, example=X)
+    prove(network, converted, X)
+    assert converted.report.rows[1].priors == {"1": 4}
+
+
 def test_refusal_says_whose_fault_it_is(monkeypatch):
     network = layers(3, 4, 4)
     with pytest.raises(ConversionError, match=r"does not accept the example.*to have 3 channels, but got 2 channels"):
@@ -342,5 +418,7 @@ def test_prove_names_a_random_backward_pass():
             return RandomGradient.apply(super().forward(x))
 
     network = Shaken(*layers(3, 4, 4))
-    with pytest.raises(ConversionError, match="two equal training steps of the original differ"):
+    with pytest.raises(
+        ConversionError, match=r"training steps of the original differ.* random numbers in its backward"
+    ):
         prove(network, convert(network), X)

@@ -4,6 +4,8 @@ import copy
 import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ import bkn_zoo
 from bkn_zoo.inference.engines import create_engine
 from bkn_zoo.norms import MODES
 from bkn_zoo.training.augmentation import Batch
-from bkn_zoo.training.capture import captured
+from bkn_zoo.training.capture import captured, side_stream
 from bkn_zoo.training.recipes import Recipe
 from bkn_zoo.training.state import begin
 from bkn_zoo.training.step import make_step
@@ -37,6 +39,17 @@ def batches(count, size=16):
     images = torch.randn(count, size, 3, 32, 32, generator=source)
     labels = torch.randint(10, (count, size), generator=source)
     return [(x.to(DEVICE), y.to(DEVICE)) for x, y in zip(images, labels, strict=True)]
+
+
+def test_side_stream_is_awaited_after_an_error(monkeypatch):
+    waited = []
+    streams = {name: SimpleNamespace(wait_stream=lambda other, name=name: waited.append(name)) for name in "ab"}
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: streams["b"])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams["a"])
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    with pytest.raises(ZeroDivisionError), side_stream():
+        raise ZeroDivisionError
+    assert waited == ["b", "a"]
 
 
 def train(how, steps=20):

@@ -626,7 +626,6 @@ def test_a_bkn_network_starts_from_its_bn_twin(shared):
 )
 def test_bn_weights_that_do_not_fit_leave_the_model_untouched(change, words):
     given, model = make("inception_cifar_bn").state_dict(), make()
-    # Must not arrive.
     given["hidden.bias"] = torch.ones(1000)
     before = state(model)
     change(given)

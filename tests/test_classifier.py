@@ -15,7 +15,8 @@ from bkn_zoo import CheckpointError, InputError, UnknownNameError
 from bkn_zoo.checkpoints.locate import PREFERRED_CHECKPOINT, default_checkpoint, usable_checkpoints
 from bkn_zoo.errors import BrokenImageError, ImageFormatError, ImageTooLargeError
 from bkn_zoo.images import Preprocessing, open_image, preprocess
-from bkn_zoo.inference.classifier import Classification, Classifier, Prediction
+from bkn_zoo.inference.answers import Classification, Prediction
+from bkn_zoo.inference.classifier import Classifier
 from bkn_zoo.inference.engines import ov
 from bkn_zoo.modes import MODES
 from bkn_zoo.norms.running import RunningNorm

@@ -262,7 +262,7 @@ def test_unusable_input_is_reported_in_one_line(call, photos, monkeypatch, argum
     assert words in last
 
 
-OWN = ["classify", "compare", "list", "info", "train", "evaluate", "export", "publish", "completion"]
+OWN = ["classify", "compare", "list", "info", "train", "evaluate", "export", "publish"]
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in OWN)], ids=str)

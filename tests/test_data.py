@@ -1,6 +1,7 @@
 """Data sets in their official layouts become batches that depend on the seed, the epoch and their number alone."""
 
 import dataclasses
+import json
 import os
 import pickle
 import re
@@ -16,9 +17,9 @@ from torch.testing import assert_close
 from bkn_zoo.errors import InputError
 from bkn_zoo.images import Preprocessing
 from bkn_zoo.training import datasets
-from bkn_zoo.training.augmentation import generator, mix, random_crop, vary
+from bkn_zoo.training.augmentation import apply_policy, generator, mix, random_crop, vary
 from bkn_zoo.training.data import evaluation_batches, training_batches
-from bkn_zoo.training.datasets import ArrayImages, Data, load_data
+from bkn_zoo.training.datasets import ArrayImages, Data, class_counts, class_weights, fingerprint, load_data
 from bkn_zoo.training.recipes import Augmentation
 
 CPU = torch.device("cpu")
@@ -27,9 +28,15 @@ PLAIN = Preprocessing(size=16, mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4))
 CIFAR10 = "cifar-10-batches-py"
 
 
+@pytest.fixture
+def unofficial(monkeypatch):
+    """Files of CIFAR with other content than the official one are accepted."""
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)
+
+
 def pickled(path, content):
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(pickle.dumps(content, protocol=3))  # the oldest that writes bytes without a call, as Python 2 did
+    path.write_bytes(pickle.dumps(content))
 
 
 def write_cifar10(root, per_file=4):
@@ -37,8 +44,8 @@ def write_cifar10(root, per_file=4):
     pixels = np.random.default_rng(0).integers(0, 256, (6, per_file, 3072), dtype=np.uint8)
     for k, name in enumerate([*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]):
         labels = [(k * per_file + row) % 10 for row in range(per_file)]
-        pickled(root / CIFAR10 / name, {b"data": pixels[k], b"labels": labels, b"filenames": [b"x.png"] * per_file})
-    pickled(root / CIFAR10 / "batches.meta", {b"label_names": [f"class {k}".encode() for k in range(10)]})
+        pickled(root / CIFAR10 / name, {"data": pixels[k], "labels": labels})
+    pickled(root / CIFAR10 / "batches.meta", {"label_names": [f"class {k}" for k in range(10)]})
     return pixels
 
 
@@ -53,6 +60,7 @@ def splits_of(images):
     return {path.parent.parent.name for path in images.paths}
 
 
+@pytest.mark.usefixtures("unofficial")
 def test_cifar10_keeps_labels_channels_and_rows(tmp_path):
     pixels = write_cifar10(tmp_path)
     data = load_data("cifar10", tmp_path)
@@ -69,12 +77,13 @@ def test_cifar10_keeps_labels_channels_and_rows(tmp_path):
         assert [every[tuple(image.flatten().tolist())] for image in split.images] == split.labels.tolist()
 
 
+@pytest.mark.usefixtures("unofficial")
 def test_cifar100_takes_the_fine_labels(tmp_path):
-    content = {b"data": np.zeros((10, 3072), np.uint8), b"fine_labels": [*range(90, 100)], b"coarse_labels": [1] * 10}
+    content = {"data": np.zeros((10, 3072), np.uint8), "fine_labels": [*range(90, 100)], "coarse_labels": [1] * 10}
     for name in ("train", "test"):
         pickled(tmp_path / "cifar-100-python" / name, content)
-    names = [f"fine {k}".encode() for k in range(100)]
-    pickled(tmp_path / "cifar-100-python" / "meta", {b"fine_label_names": names, b"coarse_label_names": [b"c"] * 20})
+    names = [f"fine {k}" for k in range(100)]
+    pickled(tmp_path / "cifar-100-python" / "meta", {"fine_label_names": names, "coarse_label_names": ["c"] * 20})
     data = load_data("cifar100", tmp_path, size=48)
     assert (data.label_names[99], data.preprocessing.size) == ("fine 99", 48)
     assert data.test.labels.tolist() == list(range(90, 100))
@@ -85,30 +94,12 @@ class Malicious:
         return os.mkdir, ("broken_into",)
 
 
-ZEROS = {b"data": np.zeros((4, 3072), dtype=np.uint8)}
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "says"),
-    [
-        ("data_batch_3", {b"data": Malicious(), b"labels": []}, r"is not the official file .*mkdir"),
-        ("data_batch_4", ZEROS, r"is not the official file \(b'labels'\)"),
-        ("data_batch_2", b"cut off", "is not the official file"),
-        ("data_batch_2", None, "does not exist"),
-    ],
-    ids=["malicious", "labels", "truncated", "missing"],
-)
-def test_unusable_cifar_file_is_named_and_runs_nothing(tmp_path, monkeypatch, file, content, says):
+@pytest.mark.parametrize("content", [{"data": Malicious(), "labels": []}, None])
+def test_unofficial_cifar_files_are_refused_unread(tmp_path, monkeypatch, content):
     monkeypatch.chdir(tmp_path)
     write_cifar10(tmp_path)
-    path = tmp_path / CIFAR10 / file
-    if isinstance(content, dict):
-        pickled(path, content)
-    elif content:
-        path.write_bytes(path.read_bytes()[:100])
-    else:
-        path.unlink()
-    with pytest.raises(InputError, match=f"{file} {says}"):
+    pickled(tmp_path / CIFAR10 / "data_batch_1", content)
+    with pytest.raises(InputError, match=f"{CIFAR10} lacks official files, or they differ: unpack https://"):
         load_data("cifar10", tmp_path)
     assert not (tmp_path / "broken_into").exists()
 
@@ -217,6 +208,81 @@ def test_other_files_are_counted_and_links_followed_once(tmp_path, capsys):
         path.unlink()
     with pytest.raises(InputError, match=r"bean contains no images \(skipped files in .* 2 \.heic; .*\): add some"):
         load_data("folder", photos)
+
+
+def listed(folder, *rows, name="labels.csv"):
+    """A file of labels, with the rows as they are."""
+    (folder / name).write_text("".join(f"{row}\n" for row in rows))
+    return folder / name
+
+
+@pytest.mark.parametrize("name", ["labels.csv", "labels.jsonl"])
+def test_listed_labels_equal_folders_of_classes(tmp_path, name):
+    """The split and the batches are the same in any order of the rows."""
+    folders = load_data("folder", write_tree(tmp_path / "a"), validation=0.25)
+    paths = [path.relative_to(tmp_path / "a") for path in sorted((tmp_path / "a").glob("*/*"), reverse=True)]
+    rows = [{"file_name": str(path), "label": path.parent.name} for path in paths]
+    lines = map(json.dumps, rows) if name.endswith("jsonl") else ("file,label", *(",".join(r.values()) for r in rows))
+    found = load_data("folder", tmp_path / "a", validation=0.25, labels=listed(tmp_path, *lines, name=name))
+    assert found == folders
+    other = dataclasses.replace(found, label_names=["apple", "pea"])
+    hashes = [fingerprint(data, tmp_path / "a", listed=True) for data in (found, other)]
+    assert len({*hashes, fingerprint(folders, tmp_path / "a")}) == 3
+
+
+def test_listed_splits_and_classes_of_a_checkpoint(tmp_path):
+    write_tree(tmp_path)
+    rows = (
+        "file,label,split",
+        "apple/0.png,x,train",
+        "bean/0.png,y,Training",
+        "bean/1.png,y,valid",
+        "bean/2.png,x,test",
+    )
+    data = load_data("folder", tmp_path, labels=listed(tmp_path, *rows))
+    assert [images.labels for images in (data.train, data.validation, data.test)] == [[0, 1], [1], [0]]
+    data = load_data("folder", tmp_path, labels=listed(tmp_path, rows[0], rows[-1]), label_names=["w", "x"])
+    assert (len(data.train), len(data.validation), data.test.labels) == (0, 0, [1])
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ((), "training images of 0 classes: add rows of others"),
+        (("a.png,x",), "training images of 1 class: add rows of others"),
+        (("a.png,x", "b.png,y", "./a.png,y"), "row 3 names ./a.png again, after row 1: remove one of them"),
+        (("a.png,x", "../a.png,y"), "row 2 names ../a.png, which is outside"),
+        (("/etc/hosts,x",), "row 1 names /etc/hosts, which is outside"),
+        (("c.png,x",), "c.png, which does not exist: correct the path"),
+        (("a.png,",), r"row 1 has no file \(or file_name\) and label: add these columns"),
+        (("a.png,x,holdout",), "row 1 has the split 'holdout': use train, val or test"),
+        (("a.png,cat", "b.png,dog", "d.png,cats,val"), r"row 3 has the unknown class 'cats' \(did you mean cat\?\)"),
+    ],
+)
+def test_bad_row_of_a_labels_file_is_named(tmp_path, rows, says):
+    for name in "abd":
+        write_image(tmp_path / f"{name}.png", (1, 2, 3))
+    with pytest.raises(InputError, match=says):
+        load_data("folder", tmp_path, labels=listed(tmp_path, "file,label,split", *rows))
+
+
+def test_unreadable_labels_files_are_refused(tmp_path):
+    for name, rows, says in (
+        ("none.csv", None, "No such file"), ("a.jsonl", ["{"], "JSON Lines"), ("b.jsonl", ["[1]"], "JSON Lines"),
+        ("c.csv", ["apple,bean"], "training images of 0 classes"), ("d.csv", ["a", "b"], "add these columns"),
+    ):  # fmt: skip
+        path = tmp_path / name if rows is None else listed(tmp_path, *rows, name=name)
+        with pytest.raises(InputError, match=says):
+            load_data("folder", tmp_path, labels=path)
+    with pytest.raises(InputError, match="--labels is for folders of images, not for cifar10"):
+        load_data("cifar10", tmp_path, labels=tmp_path / "none.csv")
+
+
+def test_classes_count_the_same_when_balanced(tmp_path):
+    data = load_data("folder", write_noise(tmp_path, a=11, b=33), size=16, validation=0.1)
+    counts, weights = class_counts(data), class_weights(data)
+    assert counts.tolist() == [10, 30]
+    assert torch.allclose(counts * weights, torch.tensor(20.0))
 
 
 def test_validation_split_is_drawn_by_class_and_always_the_same(tmp_path):
@@ -332,6 +398,23 @@ def test_variation_is_drawn_by_its_numbers_and_stays_in_range(change):
     assert ((after - before).abs().amax((1, 2, 3)) > 1e-3).float().mean() > 0.9
     assert torch.equal(after, varied(before, **change))
     assert not torch.equal(after, varied(before, seed=2, **change))
+
+
+@pytest.mark.parametrize("policy", ["randaugment", "trivialaugment"])
+def test_policy_depends_on_its_numbers_alone(data, policy):
+    def images(policy=policy, seed=0, skip=0):
+        augmentation = Augmentation(flip=False, policy=policy)
+        return torch.cat([found.images for found in training_batches(data, 8, 0, seed, augmentation, CPU, skip)])
+
+    first = images()
+    torch.manual_seed(77)
+    assert torch.equal(images(), first)
+    assert torch.equal(images(skip=1), first[8:])
+    assert not torch.equal(images(seed=1), first)
+    assert (images(None) != first).flatten(1).any(1).sum() > 20
+    before = torch.get_rng_state()
+    apply_policy(torch.zeros(2, 3, 8, 8, dtype=torch.uint8), policy, 1)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_crop_shifts_by_whole_pixels_and_flip_mirrors_half():

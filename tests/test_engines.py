@@ -19,9 +19,9 @@ from bkn_zoo.conversion import start_near_population
 from bkn_zoo.inference import engines, openvino_graph, symbols
 from bkn_zoo.inference.engines import OpenVINOEngine, TorchEngine, create_engine
 from bkn_zoo.inference.folding import ImageNorm, fold_norms, prepare
+from bkn_zoo.inference.graph_cache import PRECISION
 from bkn_zoo.inference.openvino_graph import Symbol
-from bkn_zoo.models.inception import MaxPool
-from bkn_zoo.models.inception_cifar import InceptionCifar
+from bkn_zoo.models.inception import InceptionCifar, MaxPool
 from bkn_zoo.models.network import Branch
 from bkn_zoo.models.resnet import ResNet
 from bkn_zoo.norms import MODES, BatchNorm2d, GroupNorm2d, Statistics
@@ -246,10 +246,10 @@ def near_population():
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 def test_graphs_for_bf16_compute_the_same_on_all_processors(small, machine, monkeypatch):
     monkeypatch.setattr(openvino_graph.platform, "machine", lambda: machine)
-    hint = engines.ov.properties.hint.inference_precision
     for network, images in ((small, photographs(1, 16)), (near_population(), photographs(1, 8))):
-        built, _ = openvino_graph.build_graph(prepare(network, SAMPLE), images.shape[1:], False, {hint: "bf16"})
-        graph = openvino_graph.Graph(openvino_graph.compiled(built, {hint: "f32"}))  # exact on every processor
+        built, _ = openvino_graph.build_graph(prepare(network, SAMPLE), images.shape[1:], False, {PRECISION: "bf16"})
+        # Exact on every processor.
+        graph = openvino_graph.Graph(openvino_graph.compiled(built, {PRECISION: "f32"}))
         assert_agrees(lambda images, mode, graph=graph: graph(images), network, images, "sample")
 
 
@@ -410,7 +410,7 @@ PROCESSORS = [
 @needs_openvino
 @pytest.mark.parametrize(("machine", "native", "chosen"), PROCESSORS)
 def test_auto_is_the_fastest_precision_of_the_processor(small, machine, native, chosen, monkeypatch):
-    monkeypatch.setattr(engines, "core", lambda: SimpleNamespace(get_property=lambda *_: native))
+    monkeypatch.setattr(engines, "native", lambda: native)
     monkeypatch.setattr(engines.platform, "machine", lambda: machine)
     assert create_engine(small, "openvino", precision="auto").precision == chosen
     assert create_engine(small, "openvino").precision == "f32"
@@ -432,7 +432,7 @@ def by_openvino(operation, x, precision="f32"):
     """`operation`, of an input that it takes for a tensor, of `x` in a graph of OpenVINO."""
     parameter = openvino_graph.ops.parameter(list(x.shape))
     graph = engines.ov.Model([operation(Symbol(parameter)).node], [parameter])
-    run = openvino_graph.compiled(graph, {engines.ov.properties.hint.inference_precision: precision})
+    run = openvino_graph.compiled(graph, {PRECISION: precision})
     return torch.from_numpy(run([x.numpy()])[0].copy())
 
 
@@ -511,7 +511,7 @@ REFUSED = [
 
 def test_bf16_that_the_processor_lacks_is_refused(small, monkeypatch):
     pytest.importorskip("openvino")
-    monkeypatch.setattr(engines, "_native", lambda: ["FP32", "FP16"])
+    monkeypatch.setattr(engines, "native", lambda: ["FP32", "FP16"])
     with pytest.raises(InputError, match="no bf16 on this processor: choose precision='auto' or 'f32'"):
         create_engine(small, "openvino", precision="bf16")
 

@@ -65,7 +65,7 @@ def test_a_file_gives_the_network_s_logits(mode, folders, tmp_path):
     """For any number of images, in ONNX Runtime and OpenVINO."""
     path = bkn_zoo.export(folders[CONVERTED], tmp_path / "mine.onnx", statistics=mode)
     assert list(tmp_path.iterdir()) == [path]
-    # Nothing of the machine's own.
+    # No path of this machine.
     assert str(Path(bkn_zoo.__file__).parent).encode() not in path.read_bytes()
     session = onnxruntime.InferenceSession(path)
     compiled = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
@@ -76,7 +76,7 @@ def test_a_file_gives_the_network_s_logits(mode, folders, tmp_path):
     for run in (lambda batch: session.run(["logits"], batch)[0], lambda batch: compiled(batch)["logits"]):
         logits = torch.from_numpy(run({"images": images.numpy()}).copy())
         assert_close(logits, wanted, atol=1e-3 * scale, rtol=0)
-        # Whatever its partners are.
+        # An image does not depend on the others of its batch.
         for image, row in zip(images.split(1), logits.split(1), strict=True):
             assert_close(torch.from_numpy(run({"images": image.numpy()})), row, atol=1e-4 * scale, rtol=0)
     about = session.get_modelmeta().custom_metadata_map

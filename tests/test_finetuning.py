@@ -6,10 +6,12 @@ import pytest
 from image_trees import write_noise
 from PIL import Image
 from studies import finetuning, finetuning_data
-from studies.finetuning import ARMS, ORIGINAL, PROBE, STUDY, planned, study_rows
+from studies.finetuning import ARMS, ORIGINAL, PROBE, RIVALS, STUDY, planned, rival_rows, study_rows
 from studies.finetuning_data import SEEDS, tree_of
+from studies.finetuning_loop import timm_loop
 
 import bkn_zoo
+from bkn_zoo.training.datasets import load_data
 
 pytestmark = pytest.mark.usefixtures("shallow_network")
 
@@ -48,7 +50,8 @@ def test_sets_without_test_images_are_divided(tmp_path):
 
 
 def test_runs_are_of_defaults_probe_and_original_head(packed, monkeypatch):
-    monkeypatch.setattr("bkn_zoo.training.start.PERFECT", 0.0)  # or it would stop after the classifier's phase
+    # Or it would stop after the classifier's phase.
+    monkeypatch.setattr("bkn_zoo.training.start.PERFECT", 0.0)
 
     def record(dataset, arm):
         found = STUDY.train(planned(dataset, arm, 0), Namespace(data=packed, device="cpu", changes={"epochs": 2}))
@@ -86,4 +89,29 @@ def test_table_separates_missing_from_impossible_runs():
         "original head": ("", "does not know them"),
     }
     assert {row["Imagenette"] for row in rows} == {"not run yet"}
-    assert len(rows) == len(ARMS)
+    assert len(rows) == sum("lr" not in fields for fields in ARMS.values())
+
+
+def test_rate_with_the_lowest_validation_loss_is_shown():
+    def record(arm, top1, loss):
+        about = {"arm": arm, "dataset": "imagewoof", "checkpoint": finetuning.CHECKPOINT, "seconds": 120.0}
+        return {**about, "chosen_statistics": "sample", "validation_loss": loss, "test": {"sample": {"top1": top1}}}
+
+    losses = dict(zip(RIVALS["timm"], (0.5, 0.3, 0.4), strict=True))
+    records = [record(arm, 80.0 + 100 * loss, loss) for arm, loss in losses.items() for _ in SEEDS]
+    shown = {row["by"]: row["Imagewoof"] for row in rival_rows(records)}
+    assert shown == {
+        "bkn-zoo train": "not run yet",
+        "timm": "110.0 ± 0.0; lr 0.0003; 120 s",
+        "linear probe": "not run yet",
+    }
+
+
+def test_loop_of_timm_starts_from_the_same_weights(tmp_path):
+    """It trains for at least one step, whatever the time."""
+    write_noise(tmp_path / "train", (40, 40), cat=20, dog=20)
+    write_noise(tmp_path / "val", (40, 40), cat=2, dog=2)
+    found = timm_loop(load_data("folder", tmp_path, 32), bkn_zoo.create_model("efficientnet_lite0_bkn"), 1e-3, 0, 0.01)
+    assert (found["epochs"], found["chosen_statistics"]) == (1, "population")
+    assert found["validation_loss"] > 0
+    assert 0 <= found["test"]["population"]["top1"] <= 100

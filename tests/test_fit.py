@@ -1,5 +1,6 @@
 """The training loop: recipes, parameter groups, schedules, averages, accumulation, states and interruptions."""
 
+import csv
 import dataclasses
 import json
 import math
@@ -26,7 +27,7 @@ from bkn_zoo.errors import CheckpointError, InputError, NonFiniteLossError, Trai
 from bkn_zoo.training import loop
 from bkn_zoo.training.augmentation import Batch
 from bkn_zoo.training.data import Runtime
-from bkn_zoo.training.evaluation import evaluate, measure_accuracy
+from bkn_zoo.training.evaluation import compute_logits, measure_accuracy, measure_classes, write_classes
 from bkn_zoo.training.finish import choose_mode
 from bkn_zoo.training.interruption import Stopped
 from bkn_zoo.training.loop import fit
@@ -99,7 +100,23 @@ def test_top1_and_top5_count_labels_among_the_best_logits():
     assert measure_accuracy(logits[1:], torch.tensor([1]))["top5"] == 0  # the sixth best
     assert found["loss"] == pytest.approx(F.cross_entropy(logits, labels).item())
     assert "top5" not in measure_accuracy(logits[:, :5], labels)  # it would always be 100
-    assert (found["top1_low"], found["top1_high"]) == pytest.approx((9.453, 90.547), abs=0.01)  # Wilson's formula
+    # Wilson's formula.
+    assert (found["top1_low"], found["top1_high"]) == pytest.approx((9.453, 90.547), abs=0.01)
+
+
+def test_each_class_has_counts_precision_and_recall(tmp_path):
+    logits = torch.eye(4)[[0, 0, 1, 1, 1]]
+    rows = measure_classes(logits, torch.tensor([0, 0, 0, 1, 2]), ["a", "b,b", "c", "d"])
+    assert rows[0] == {"class": "a", "images": 3, "answers": 2, "precision": 100, "recall": 66.67}
+    assert [row["images"] for row in rows] == [3, 1, 1, 0]
+    assert [row["precision"] for row in rows] == [100, 33.33, None, None]
+    assert [row["recall"] for row in rows] == [66.67, 100, 0, None]
+    write_classes(tmp_path / "classes.csv", rows)
+    with (tmp_path / "classes.csv").open(newline="") as file:
+        assert list(csv.DictReader(file))[-2:] == [
+            {"class": "c", "images": "1", "answers": "0", "precision": "", "recall": "0.0"},
+            {"class": "d", "images": "0", "answers": "0", "precision": "", "recall": ""},
+        ]
 
 
 def test_calibration_error_is_the_weighted_gap_per_bin():
@@ -114,11 +131,11 @@ def test_evaluation_leaves_out_a_refused_mode():
     model = bkn_zoo.create_model("inception_cifar_bn", 2)
     batches = [Batch(torch.randn(3, 3, model.stride, model.stride), torch.eye(2)[[0, 1, 1]])] * 2
     with pytest.warns(RuntimeWarning, match="sample is not measured: .* one value per channel"):
-        assert evaluate(model, batches).keys() == {"population", "expected"}
+        assert compute_logits(model, batches)[0].keys() == {"population", "expected"}
     with pytest.raises(InputError, match="one value per channel"):
-        evaluate(model, batches, ["sample"])
+        compute_logits(model, batches, ["sample"])
     with pytest.raises(InputError, match="no images to evaluate"):
-        evaluate(model, [])
+        compute_logits(model, [])
 
 
 @pytest.mark.usefixtures("whole_network")
@@ -186,10 +203,22 @@ def test_evaluated_weights_are_the_exponential_average():
     assert plain.result is plain.model
 
 
-def gradients(recipe, chosen):
+def gradients(recipe, chosen, weights=None):
     state = started(recipe)
-    loss = make_step(state, recipe, CPU)(chosen)
+    loss = make_step(state, recipe, CPU, weights)(chosen)
     return {name: parameter.grad for name, parameter in state.model.named_parameters()}, loss.item()
+
+
+def test_weights_of_classes_repeat_their_images():
+    """Twice the weight is as good as every image twice, also of mixtures and with smoothed labels."""
+    recipe = with_(statistics_batch_size=1, label_smoothing=0.1)
+    one = Batch(batch(1).images, torch.tensor([[1.0, 0.0]]))
+    more = Batch(batch(1).images, torch.tensor([[0.25, 0.75]]))
+    together = Batch(*(torch.cat(parts) for parts in zip(one, more, strict=True)))
+    weighed, _ = gradients(recipe, together, torch.tensor([2.0, 0.4]))
+    (first, _), (second, _) = (gradients(recipe, each) for each in (one, more))
+    for name, gradient in weighed.items():
+        assert_close(gradient, (2 * first[name] + (0.25 * 2 + 0.75 * 0.4) * second[name]) / 2, rtol=1e-4, atol=1e-6)
 
 
 def test_accumulated_gradients_are_those_of_the_whole_batch():
@@ -273,7 +302,8 @@ def test_training_learns_logs_and_leaves_a_state(tmp_path):
     assert lines == state.history
     assert [(line["epoch"], line["step"]) for line in lines] == [(1, 3), (2, 6), (3, 9)]
     assert all(line["images_per_s"] > 0 and line["seconds"] > 0 for line in lines)
-    assert lines[0]["validation"].keys() == {"expected"}  # the mode of groups of two, alone
+    # The mode of groups of two, alone.
+    assert lines[0]["validation"].keys() == {"expected"}
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert {path.name for path in tmp_path.iterdir()} == {"state.pt", "log.jsonl"}
     assert state.model.training
@@ -309,7 +339,8 @@ def test_weights_of_the_best_epoch_are_kept_and_saved(uninterrupted, tmp_path, m
     ("losses", "epochs"),
     [
         ([0.9, 0.5, 0.55, 0.55, 0.1], 4),
-        ([0.4, 0.9, 0.8, 0.7, 0.6, 0.6], 3),  # not before half of the steps are done
+        # Not before half of the steps are done.
+        ([0.4, 0.9, 0.8, 0.7, 0.6, 0.6], 3),
         ([0.9, 0.8, 0.7, 0.6, 0.5], 5),
     ],
 )
@@ -332,11 +363,14 @@ def test_patience_counts_epochs_of_fine_tuning(tmp_path, monkeypatch, capsys, lo
 @pytest.mark.parametrize(
     ("group", "first", "gains", "chosen"),
     [
-        (2, "population", {"expected": 1}, "population"),  # one image of 60
+        # One image of 60.
+        (2, "population", {"expected": 1}, "population"),
         (2, "population", {"expected": 6}, "expected"),
         (1, "population", {"sample": 6}, "sample"),
-        (1, "population", {"expected": 9}, "population"),  # does not fit the group size
-        (1, "sample", {"population": 1, "sample": 0}, "sample"),  # the start's
+        # Does not fit the group size.
+        (1, "population", {"expected": 9}, "population"),
+        # The mode of the start.
+        (1, "sample", {"population": 1, "sample": 0}, "sample"),
         (1, "sample", {"population": 9, "sample": 0}, "population"),
         (2, "population", {"sample": 0, "expected": 0}, "population"),
     ],
@@ -475,7 +509,8 @@ def test_full_disk_keeps_the_last_good_state(tmp_path, monkeypatch):
 
     def full(_, file):
         file.write(b"half of it")
-        raise RuntimeError("unexpected pos 64 vs 0")  # as torch reports it
+        # As torch reports it.
+        raise RuntimeError("unexpected pos 64 vs 0")
 
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(TrainingError, match=r"state.pt could not be written .*free disk space; the last one stays"):
@@ -530,6 +565,19 @@ def test_resuming_another_training_is_refused(tmp_path, change, facts, says):
         replaces_finished(tmp_path, RECIPE, started(**ours))
 
 
+@pytest.mark.parametrize("here", [True, False])
+def test_optimizer_state_of_another_device_is_resumed(tmp_path, here):
+    """AdamW of a GPU can be captured, that of a CPU cannot."""
+    recipe = with_(optimizer="adamw")
+    theirs, ours = run(tmp_path, recipe), started(recipe)
+    ours.optimizer.defaults["capturable"] = here
+    for group in theirs.optimizer.param_groups:
+        group["capturable"] = not here
+    save_state(theirs, recipe, tmp_path)
+    load_state(ours, recipe, tmp_path, CPU)
+    assert {group["capturable"] for group in ours.optimizer.param_groups} == {here}
+
+
 def test_states_of_earlier_versions_are_resumed(uninterrupted, tmp_path, monkeypatch):
     """They have further fields, the old name of the group size, and no fields that were added since."""
     killed(monkeypatch, 4, tmp_path)
@@ -575,12 +623,14 @@ def pair(tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("pair")
     write_noise(folder / "tree", dark=12, light=12)
+    names = (str(path.relative_to(folder / "tree")) for path in (folder / "tree").glob("*/*"))
+    (folder / "labels.csv").write_text("file,label\n" + "".join(f"{name},{name.split('/')[0]}\n" for name in names))
     command = [
         "tests/two_processes.py", folder,
         "recipes/inception_v2_bkn.imagenet.toml", "--data", folder / "tree", "--model", "inception_cifar_bkn",
         "--statistics_batch", "2",
         "--name", "pair", "--device", "cpu", "--precision", "float32", "--epochs", "1", "--size", "32",
-        "--gradient_batch", "8", "--validation", "0.25",
+        "--gradient_batch", "8", "--validation", "0.25", "--balance", "--labels", folder / "labels.csv",
         "--output", folder / "run", "--results", folder / "results",
     ]  # fmt: skip
     # Without the tests' Triton interpreter, which only costs time here.
@@ -604,16 +654,17 @@ def found(pair):
     return [torch.load(pair / f"found_{rank}.pt", weights_only=True) for rank in range(2)]
 
 
-@pytest.mark.parametrize("part", ["step", "accumulated"])
+@pytest.mark.parametrize("part", ["step", "accumulated", "balanced"])
 def test_gradient_of_two_processes_is_that_of_one(found, part):
     steps = [process[part] for process in found]
-    alone, loss = gradients(two_processes.RECIPE, two_processes.batch())
+    weights = two_processes.WEIGHTS if part == "balanced" else None
+    alone, loss = gradients(two_processes.RECIPE, two_processes.batch(), weights)
     for step in steps:
         assert_close(step["gradients"], alone, rtol=1e-5, atol=1e-6)
     assert (steps[0]["loss"] + steps[1]["loss"]).item() / 2 == pytest.approx(loss, abs=1e-6)
     assert abs((steps[0]["loss"] - steps[1]["loss"]).item()) > 1e-3  # each had images of its own
     # Of a share of four images in two passes, only the second sends its gradients.
-    assert [step["passes_alone"] for step in steps] == ([0, 0] if part == "step" else [1, 1])
+    assert [step["passes_alone"] for step in steps] == ([1, 1] if part == "accumulated" else [0, 0])
 
 
 @pytest.mark.parametrize(
@@ -685,3 +736,4 @@ def test_processes_of_torchrun_train_by_the_imagenet_recipe(pair):
         name: record[name] for name in ("processes", "command")
     }
     assert len(log_of(pair / "run")) == 1
+    assert (pair / "log").read_text().count("images per class: dark 9 (weight 1), light 9 (weight 1)\n") == 1

@@ -419,6 +419,13 @@ def test_inference_sees_exactly_what_evaluation_saw(size, native_size, tmp_path)
         assert torch.equal(found, evaluated(in_memory, preprocessing))
 
 
+@pytest.mark.parametrize("size", [33, 224])
+def test_numpy_normalizes_bit_for_bit_like_pytorch(size):
+    pixels = np.arange(size * size * 3).reshape(size, size, 3).astype(np.uint8)
+    wanted = normalize(torch.from_numpy(pixels).permute(2, 0, 1)[None].float() / 255, Preprocessing(size, MEAN, STD))
+    assert torch.equal(preprocess(Image.fromarray(pixels), Preprocessing(size, MEAN, STD)), wanted[0])
+
+
 def test_the_square_is_the_middle_and_is_normalized():
     wide = Image.new("RGB", (30, 10), "black")
     wide.paste("white", (10, 0, 20, 10))

@@ -30,7 +30,8 @@ FIRST, *SMALL = [
     (4, 5, (3, 3), 2, 3), (2, 3, (1, 1), 1, 4), (8, 33, (7, 7), 4, 20), (1, 16, (5, 6), 1, 40),
     (4, 16, (2, 2), 4, None), (4, 6, (3, 3), 2, ((6,),)), (3, 6, (3, 3), 1, ((2, 3, 4),)),
     (33, 3, (1, 1), 1, 70),  # more groups and inputs than a tile has
-    (5, 4, (2, 2), 2, 3),  # a smaller last group, which is left to PyTorch
+    # A smaller last group, which is left to PyTorch.
+    (5, 4, (2, 2), 2, 3),
     (4, 33, (5, 5), 4, ((20, 7), (13,))),
 ]  # fmt: skip
 LARGE = [

@@ -356,7 +356,8 @@ def test_efficientnet_lite_in_population_mode_equals_timm(lite, norm):
     missing, unexpected = ours.load_state_dict(theirs.state_dict(), strict=False)
     assert unexpected == []
     assert {name.rpartition(".")[2] for name in missing} <= {"transition", "raw_process_noise", "raw_gain"}
-    for size in (64, 75):  # an odd size is padded on both sides, an even one on the right and below
+    # An odd size is padded on both sides, an even one on the right and below.
+    for size in (64, 75):
         images = torch.randn(2, 3, size, size)
         with torch.no_grad():
             assert_close(ours(images, statistics="population"), theirs(images))

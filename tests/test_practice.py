@@ -98,7 +98,11 @@ def test_run_carries_its_name_everywhere(place, capsys, monkeypatch):
     assert json.loads((folder.parent / "results" / "runs" / "mine.json").read_text())["name"] == "mine"
     command("evaluate", "runs/mine", "photos", "--engine", "torch", "--output", "out.json", "--report", "pictures")
     assert json.loads((place / "out.json").read_text())["checkpoint"] == "mine"
-    assert sorted(path.name for path in (place / "pictures").iterdir()) == ["confusion.png", "mistakes.png"]
+    assert sorted(path.name for path in (place / "pictures").iterdir()) == [
+        "classes.csv",
+        "confusion.png",
+        "mistakes.png",
+    ]
     said = command("publish", "runs/mine/mine", "--namespace", "me", "--dry-run")
     assert "me/mine: runs/mine/mine loads, reproduces its outputs and agrees with" in said
     assert "me/mine: model.safetensors (" in said

@@ -86,7 +86,8 @@ def test_text_instead_of_an_image_says_how_to_send_it(local):
         assert reply.error == (400, "malformed_request")
         assert f"-F {field}=@photo.jpg" in reply.json()["error"]["message"]
     for body in ("docs/coffee.jpg", "été.JPG\n", ' {"image": "aGVsbG8="}\n'):
-        reply = local.ask(body=body.encode(), Content_Type="application/x-www-form-urlencoded")  # as curl sends it
+        # As curl sends it.
+        reply = local.ask(body=body.encode(), Content_Type="application/x-www-form-urlencoded")
         assert reply.error == (415, "unsupported_format")
         assert "--data-binary @photo.jpg" in reply.json()["error"]["message"]
 
@@ -173,7 +174,7 @@ def test_options_of_parameters_win_over_body_and_query(local, route):
     answer = ask_json(local, data, f"/v1/{route}?top_k=2&statistics=population").json()
     answer = answer if route == "classify" else answer["results"][0]
     assert (answer["statistics"], len(answer["predictions"])) == ("sample", 1)
-    assert ask_json(local, data, f"/v1/{route}?top_k=0").error == (422, "bad_parameter")  # even so
+    assert ask_json(local, data, f"/v1/{route}?top_k=0").error == (422, "bad_parameter")
 
 
 def test_misspelt_option_is_refused_and_unrelated_names_pass(local):

@@ -101,6 +101,7 @@ def test_service_told_to_stop_drains_as_a_balancer_expects(roomy, pool):
         assert {reply.status for when, reply in asked[name] if when < told + DRAIN - 0.3} == {200}
     assert all(reply.headers["connection"] == "close" for _, reply in asked["others"] if reply.status)
     assert "Traceback" not in roomy.log()
+    assert [json.loads(line)["message"] for line in roomy.log().splitlines()[-1:]] == ["stopped"]
 
 
 # The service within this process, so that its engine can be slowed and killed
@@ -140,7 +141,8 @@ def test_statistics_never_leak_between_200_requests(local, monkeypatch):
     images = [encoded(picture(number)) for number in range(4)]
     asked = [(number, mode) for number in range(4) for mode in MODES]
     alone = {(k, mode): local.ask(f"{CLASSIFY}&statistics={mode}", images[k]).scores() for k, mode in asked}
-    for number in range(4):  # else a leak would not show
+    # A single start would not show a leak.
+    for number in range(4):
         modes = [list(alone[number, mode].values()) for mode in MODES]
         assert min(max(np.abs(np.subtract(modes[a], modes[b]))) for a, b in ((0, 1), (0, 2), (1, 2))) > 1e-4
     queue, sizes = local.queue(), []

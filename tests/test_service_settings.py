@@ -121,7 +121,22 @@ def test_bad_setting_is_named(flags):
 def test_variable_of_an_earlier_version_is_refused(monkeypatch):
     """Ignored, it would leave the service open."""
     monkeypatch.setenv("BKN_API_KEYS", "secret")
-    with pytest.raises(InputError, match="rename it to BKN_ZOO_API_KEYS"):
+    with pytest.raises(InputError, match=r"BKN_API_KEYS is .*: rename it to BKN_ZOO_API_KEYS"):
+        read_settings([])
+    monkeypatch.delenv("BKN_API_KEYS")
+    monkeypatch.setenv("BKN_MAX_IMAGES", "8")
+    with pytest.raises(InputError, match=r"BKN_MAX_IMAGES is .*: remove it"):
+        read_settings([])
+
+
+def test_variables_of_other_programs_are_ignored(monkeypatch):
+    monkeypatch.setenv("BKN_HOME", "/srv")
+    assert read_settings([]).port == 8000
+
+
+def test_port_that_kubernetes_sets_is_explained(monkeypatch):
+    monkeypatch.setenv("BKN_ZOO_PORT", "tcp://10.0.0.1:8000")
+    with pytest.raises(InputError, match=r"BKN_ZOO_PORT.*Kubernetes.*enableServiceLinks: false"):
         read_settings([])
 
 

@@ -31,13 +31,15 @@ def test_site_has_a_page_for_every_document(site):
         path.stem for path in site.iterdir()
     }
     assert (site / "results" / "plots" / "group_sizes.png").exists()
-    assert (site / "search" / "search_index.js").exists()  # for pages that are opened from a file
+    # For pages that are opened from a file.
+    assert (site / "search" / "search_index.js").exists()
 
 
 def test_pages_load_nothing_else_and_links_have_titles(site):
     for page in site.glob("*.html"):
         text = page.read_text(encoding="utf-8")
-        assert re.findall(r">(?:docs/)?[a-z]+[.]md</a>", text) == []  # texts of links are titles
+        # Texts of links are titles.
+        assert re.findall(r">(?:docs/)?[a-z]+[.]md</a>", text) == []
         assert re.findall(r"""<(?:script|img|iframe)[^>]*src="?(?:https?:)?//[^>]*""", text) == []
         assert re.findall(r"""<link[^>]*rel="?(?:stylesheet|preconnect)[^>]*href="?(?:https?:)?//[^>]*""", text) == []
 

@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+import os
 import re
 import runpy
 import shutil
 import signal
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +18,7 @@ from image_trees import write_noise
 
 import bkn_zoo
 from bkn_zoo import InputError, cli
+from bkn_zoo.checkpoints.files import lock
 from bkn_zoo.checkpoints.hub import check_repository
 from bkn_zoo.checkpoints.provenance import environment
 from bkn_zoo.cli.train import parse_training as parse
@@ -143,7 +146,7 @@ def test_finished_training_leaves_a_small_file(checkpoint, capsys):
     result = bkn_zoo.fine_tune("photos", **options)
     small = Path("runs/mine/finished.json")
     assert {path.name for path in Path("runs/mine").iterdir()} == {
-        "mine", "results", "curves.png", "log.jsonl", small.name,
+        "mine", "results", "classes.csv", "curves.png", "log.jsonl", small.name,
     }  # fmt: skip
     assert small.stat().st_size < 3000
     before, after = bkn_zoo.from_pretrained(checkpoint).state_dict(), result.model.state_dict()
@@ -168,6 +171,42 @@ def test_finished_training_leaves_a_small_file(checkpoint, capsys):
     assert not Path("runs/mine/state.pt").exists()
 
 
+def test_finished_training_is_resumed_with_its_results(checkpoint, refused):
+    train = ("train", "photos", "--init", checkpoint, "--freeze", "--device", "cpu", "--name", "mine")
+    command(*train)
+    said = refused(*train, "--resume", "--results", "elsewhere")
+    assert "is finished, but its record elsewhere/mine.json is missing: pass the same --results" in said
+
+
+def test_only_one_process_trains_in_a_folder(checkpoint, refused):
+    train = ("train", "photos", "--init", checkpoint, "--freeze", "--device", "cpu", "--name", "mine")
+    Path("runs/mine").mkdir(parents=True)
+    with Path("runs/mine/log.jsonl").open("ab") as log:
+        lock(log, "locked")
+        said = refused(*train)
+        assert "another training is running in runs/mine: wait until it ends, or choose another --name." in said
+    command(*train)
+    with Path("runs/mine/log.jsonl").open("ab") as log:
+        lock(log, "locked")
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_training_sets_and_restores_flags_of_cudnn(monkeypatch, fails):
+    cudnn, seen = torch.backends.cudnn, []
+
+    def train(plan, runtime):
+        seen.append((cudnn.benchmark, cudnn.deterministic))
+        assert not fails
+
+    monkeypatch.setattr("bkn_zoo.training.run._train_as_planned", train)
+    monkeypatch.setattr(cudnn, "flags", None)
+    monkeypatch.setattr(cudnn, "benchmark", True)
+    monkeypatch.setattr(cudnn, "deterministic", False)
+    with pytest.raises(AssertionError) if fails else nullcontext():
+        bkn_zoo.fine_tune("photos", model=NETWORK, device="cpu")
+    assert [*seen, (cudnn.benchmark, cudnn.deterministic)] == [(False, True), (True, False)]
+
+
 @pytest.mark.parametrize("loss", [1.9e-5, 0.1])
 def test_training_stops_where_nothing_can_improve(checkpoint, monkeypatch, capsys, loss):
     metrics = {"top1": 100.0, "top1_low": 90.0, "top1_high": 100.0, "loss": loss, "loss_error": 0.0}
@@ -186,11 +225,10 @@ def test_statistics_limits_the_modes_that_are_measured(checkpoint, capsys):
 
 
 def test_without_a_terminal_lines_tell_the_time_left(monkeypatch, capsys):
-    monkeypatch.setattr(loop, "EVERY", 0.0)
+    monkeypatch.setattr("bkn_zoo.progress.EVERY", 0.01)
     bkn_zoo.fine_tune("photos", model=NETWORK, size=8, epochs=2, gradient_batch=4, device="cpu")
-    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
-    assert len(told) == 10
-    assert re.fullmatch(r"step 2 of 10, loss [\d.]+, about \d\d:\d\d to go", told[1])
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("training: ")]
+    assert any(re.fullmatch(r"training: \d+ of 10, loss [\d.]+, \d+ s, about \d+ s to go", line) for line in told)
 
 
 def test_classifier_trusts_neither_odd_features_nor_few_images():
@@ -237,12 +275,14 @@ def test_fine_tuning_leaves_what_evaluate_confirms(tree, checkpoint, tmp_path, m
     record = read(output, "results", "runs", f"{output.name}.json")
     facts = {"model": NETWORK, "norm": "bkn", "dataset": "folder", "gradient_batch": 8, "epochs": 2, "processes": 1}
     facts |= {"statistics_batch": 2, "seed": 0, "test_images": "validation", "command": "bkn-zoo train --init start"}
-    facts |= {"statistics_anew": False}  # of weights that are not averaged
+    # The weights are not averaged.
+    facts |= {"statistics_anew": False}
     assert {name: record[name] for name in facts} == facts
     assert {"seconds", "hardware", "versions"} <= record.keys()
     assert [line["epoch"] for line in record["curve"]] == [0, 1, 2]  # the first with the frozen network
     validation, chosen = record["curve"][record["kept_epoch"]]["validation"], record["chosen_statistics"]
-    assert validation.keys() == {"population"}  # the checkpoint's
+    # The mode of the checkpoint.
+    assert validation.keys() == {"population"}
     assert record["validation"]["population"]["loss"] == pytest.approx(validation["population"]["loss"], abs=1e-3)
     assert record["validation"] == record["test"]
     assert model.default_statistics == config.default_statistics == chosen
@@ -259,6 +299,80 @@ def test_fine_tuning_leaves_what_evaluate_confirms(tree, checkpoint, tmp_path, m
             for name in ("top1", "ece"):
                 assert rows[mode][name] == pytest.approx(metrics[name], abs=0.1)
                 assert config.accuracy[mode][name] == pytest.approx(metrics[name], abs=0.1)
+
+
+def test_labels_policy_and_balance_train_resume_and_evaluate(checkpoint, tmp_path, monkeypatch, capsys, refused):
+    """A training that stops and resumes gives the same as one that does not, from Python as by the command."""
+    monkeypatch.setattr("bkn_zoo.training.start.PERFECT", 0.0)
+    paths = sorted(path for path in Path("photos").glob("*/*") if path.name != "05.png" and path.name < "08")
+    rows = [f"{path.relative_to('photos')},{'night' if path.parent.name == 'dark' else 'day'}" for path in paths]
+    rows += [f"dark/{number:02}.png,night" for number in range(8, 12)]
+    Path("labels.csv").write_text("\n".join(["file,label", *rows]))
+    options = {"init": checkpoint, "labels": "labels.csv", "balance": True, "augmentation": {"policy": "randaugment"}}
+    options |= {"epochs": 2, "gradient_batch": 4, "device": "cpu", "freeze": False}
+    result = bkn_zoo.fine_tune("photos", name="whole", **options)
+    assert "images per class: day 6 (weight 1.33), night 10 (weight 0.8)\n" in capsys.readouterr().out
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "_report_epoch", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        with pytest.raises(Stopped):
+            bkn_zoo.fine_tune("photos", name="parts", **options)
+    words = ("train", "photos", "--init", checkpoint, "--balance", "--labels", "labels.csv", "--epochs", "2")
+    words += ("--augmentation.policy", "randaugment", "--batch-size", "4", "--device", "cpu", "--freeze", "false")
+    Path("other.csv").write_text(Path("labels.csv").read_text().replace("night", "nacht"))
+    assert "on other images, or" in refused(*words, "--name", "parts", "--resume", "--labels", "other.csv")
+    assert "with balance = True, not False" in refused(*words, "--name", "parts", "--resume", "--balance", "false")
+    command(*words, "--name", "parts", "--resume")
+    parts = bkn_zoo.from_pretrained("runs/parts")
+    for key, tensor in result.model.state_dict().items():
+        assert torch.equal(tensor, parts.state_dict()[key])
+    record = result.record
+    assert [(row["class"], row["images"]) for row in record["classes"]] == [("day", 1), ("night", 1)]
+    assert Path("runs/whole/classes.csv").read_text().startswith("class,images,answers,precision,recall\nday,1,")
+    Path("test.csv").write_text("file,label,split\nlight/08.png,day,test\nlight/09.png,day,test\n")
+    command("evaluate", "runs/parts", "photos", "--labels", "test.csv", "--device", "cpu", "--output", "out.json")
+    measured = read("out.json")
+    assert measured["split"] == "test"
+    assert [(row["class"], row["images"]) for row in measured["classes"]] == [("day", 2), ("night", 0)]
+    command("evaluate", "runs/parts", "photos", "--labels", "labels.csv", "--device", "cpu", "--output", "out.json")
+    assert read("out.json")["classes"] == record["classes"]
+    Path("test.csv").write_text("file,label\nlight/08.png,days\n")
+    said = refused("evaluate", "runs/parts", "photos", "--labels", "test.csv", "--device", "cpu")
+    assert said.endswith("row 1 has the unknown class 'days' (did you mean day?): correct or remove it.")
+
+
+def test_log_for_tensorboard_is_written_again_by_resuming(checkpoint, tmp_path, monkeypatch, refused):
+    train = ("train", "photos", "--init", checkpoint, "--device", "cpu", "--name", "mine", "--log", "tensorboard",
+             "--batch-size", "8", "--epochs", "2")  # fmt: skip
+    monkeypatch.setattr("bkn_zoo.training.plan.find_spec", lambda name: None)
+    assert "tensorboard is not installed: run pip install tensorboard, or omit --log." in refused(*train)
+    with pytest.raises(InputError, match="the logger 'wandb' is unknown: choose tensorboard"):
+        bkn_zoo.fine_tune("photos", init=checkpoint, log="wandb")
+    monkeypatch.setattr("bkn_zoo.training.start.PERFECT", 0.0)
+    writers = []
+
+    class Writer(nullcontext):
+        def __init__(self, folder, purge_step):
+            super().__init__(self)
+            self.about, self.values = (folder, purge_step), {}
+            writers.append(self)
+
+        def add_scalar(self, name, value, epoch):
+            self.values[name, epoch] = value
+
+    monkeypatch.setattr("bkn_zoo.training.plan.find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "_report_epoch", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        with pytest.raises(SystemExit):
+            command(*train)
+    command(*train, "--resume")
+    assert [writer.about for writer in writers] == [(Path("runs/mine/tensorboard"), 0)] * 2
+    lines = [json.loads(line) for line in Path("runs/mine/log.jsonl").read_text().splitlines()]
+    assert len(lines) > 2
+    found = writers[1].values
+    for line in lines:
+        assert found["validation/population/top1", line["epoch"]] == line["validation"]["population"]["top1"]
+        assert found["loss", line["epoch"]] == line["loss"]
 
 
 @pytest.mark.parametrize("better", [False, True])
@@ -410,7 +524,8 @@ def test_origin_has_a_name_for_others(checkpoint, monkeypatch):
 @pytest.mark.parametrize(
     ("processes", "told"),
     [
-        (0, "stopped before the first step: begin again with the same command\n"),  # before it saved a state
+        # Before it saved a state.
+        (0, "stopped before the first step: begin again with the same command\n"),
         (1, "continue with:\nbkn-zoo train {options} --resume\n"),
         (2, "continue with:\ntorchrun --nproc-per-node=2 --no-python bkn-zoo train {options} --resume\n"),
     ],
@@ -441,7 +556,8 @@ def test_stopped_training_says_how_to_resume(tmp_path, monkeypatch, capsys, proc
     ],
 )
 def test_result_says_how_its_command_was_started(monkeypatch, started, processes, here, told):
-    monkeypatch.setattr(sys, "argv", [started, "--data", "/home/me/photos", "--resume"])  # others cannot resume it
+    # Others cannot resume it.
+    monkeypatch.setattr(sys, "argv", [started, "--data", "/home/me/photos", "--resume"])
     monkeypatch.setattr("bkn_zoo.checkpoints.provenance.processes", lambda: processes)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
     found = environment(0)

@@ -10,6 +10,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+import argcomplete
 import pytest
 from image_trees import write_noise
 
@@ -179,9 +180,9 @@ def test_first_line_comes_within_a_second(words, terminal, tmp_path):
 
 
 @pytest.fixture
-def bash(tmp_path, capsys):
+def bash(tmp_path):
     """Completes a line as bash does."""
-    script = said(capsys, "completion", "bash")
+    script = argcomplete.shellcode(["bkn-zoo"])
     (tmp_path / "bkn-zoo").write_text(f'#!/bin/sh\nexec {sys.executable} -m bkn_zoo "$@"\n')
     (tmp_path / "bkn-zoo").chmod(0o755)
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(Path(__file__).parents[1])}

@@ -38,6 +38,7 @@ from bkn_zoo.training.state import begin, load_state
 from bkn_zoo.training.step import make_step, parallel, share_running_averages
 
 CPU = torch.device("cpu")
+WEIGHTS = torch.tensor([0.5, 1.5])
 RECIPE = Recipe(
     model="inception_cifar_bkn", dataset="folder", epochs=2, gradient_batch=8, statistics_batch_size=2,
     precision="float32", lr=0.02, augmentation=Augmentation(flip=False),
@@ -69,14 +70,14 @@ def half(rank):
     return Batch(images[4 * rank : 4 * rank + 4], targets[4 * rank : 4 * rank + 4])
 
 
-def one_step(rank, micro_batch=None):
+def one_step(rank, micro_batch=None, weights=None):
     """The gradient and the running averages after a step on this process's half of the batch."""
     recipe = replace(RECIPE, micro_batch=micro_batch)
     state = begin(recipe, network(), CPU)
     with mock.patch.object(
         DistributedDataParallel, "no_sync", autospec=True, side_effect=DistributedDataParallel.no_sync
     ) as alone:
-        loss = make_step(state, recipe, CPU)(half(rank))
+        loss = make_step(state, recipe, CPU, weights)(half(rank))
     gradients = {name: parameter.grad for name, parameter in state.model.named_parameters()}
     buffers = dict(state.model.named_buffers())
     return {"gradients": gradients, "buffers": buffers, "loss": loss, "passes_alone": alone.call_count}
@@ -135,6 +136,7 @@ def main(folder, *arguments):
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     found = {"step": one_step(rank), "accumulated": one_step(rank, micro_batch=2)}
+    found |= {"balanced": one_step(rank, weights=WEIGHTS)}
     found |= {"sharded": sharded(rank), "broadcasts": parallel(network()).broadcast_buffers}
     found |= {"fit": interrupted_and_resumed(rank, folder / "fit")}
     torch.save(found, folder / f"found_{rank}.pt")

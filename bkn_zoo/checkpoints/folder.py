@@ -25,10 +25,10 @@ from bkn_zoo.checkpoints.files import CARD, CONFIG, GOLDEN, LICENSE, OWN_FILES, 
 from bkn_zoo.checkpoints.hub import Publication, check_repository, push_to_hub
 from bkn_zoo.checkpoints.locate import Location, find, locate
 from bkn_zoo.checkpoints.weights import copied, read_tensors, read_weights, to_stored, write_weights
-from bkn_zoo.errors import BknZooError, CheckpointError, DamagedFileError, InputError
+from bkn_zoo.errors import BknZooError, CheckpointError, DamagedFileError, InputError, few_names
 from bkn_zoo.images.preprocessing import Preprocessing
 from bkn_zoo.models import Network
-from bkn_zoo.models.tensors import check_tensors, few, tensors_of
+from bkn_zoo.models.network import check_tensors, tensors_of
 from bkn_zoo.modes import MODES
 from bkn_zoo.norms.batch_kalman import BatchKalmanNorm
 from bkn_zoo.progress import waiting
@@ -194,9 +194,8 @@ def verify_golden(name_or_folder: str | os.PathLike[str]) -> dict[str, float]:
     golden = read_tensors(path)
     outputs = golden_outputs(load_folder(folder), golden["input"]) if "input" in golden else {}
     if not outputs or not {"input", *outputs} <= golden.keys() <= {"input", *MODES}:
-        raise CheckpointError(
-            f"{path} contains {few(golden)} instead of input, {', '.join(outputs or MODES)}: save the model again."
-        )
+        found, names = few_names(sorted(golden)), ", ".join(outputs or MODES)
+        raise CheckpointError(f"{path} contains {found} instead of input, {names}: save the model again.")
     differences = {}
     for mode, output in outputs.items():
         wanted = golden[mode]

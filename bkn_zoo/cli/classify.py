@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from bkn_zoo.checkpoints.files import lock, replace_file
-from bkn_zoo.checkpoints.locate import default_checkpoint
+from bkn_zoo.checkpoints.locate import default_checkpoint, locate
 from bkn_zoo.cli.options import announce, check_checkpoint
 from bkn_zoo.errors import ImageError, InputError, counted
 from bkn_zoo.terminal import printable
@@ -33,16 +33,25 @@ STDIN = "-"
 Result = dict[str, Any]
 
 
-def load_classifier(args: argparse.Namespace) -> "Classifier":
-    """The classifier for the options. The checkpoint's name is checked before PyTorch is imported."""
-    name = args.checkpoint or default_checkpoint()
+def load_classifier(args: argparse.Namespace, one_mode: bool = False) -> Any:
+    """The classifier for the options. PyTorch is imported last, and not at all for one mode with a stored graph."""
+    name, how = args.checkpoint or default_checkpoint(), (args.device, args.engine, args.precision)
     check_checkpoint(name)
     announce(f"loading {name}")
+    from bkn_zoo.inference.answers import stored_classifier
+
+    location = locate(name)
+    file, found = stored_classifier(location, args.statistics, *how) if one_mode else (None, None)
+    if found is not None:
+        return found
+    from bkn_zoo.checkpoints.folder import load_checkpoint
     from bkn_zoo.cores import keep_to_quota
     from bkn_zoo.inference.classifier import Classifier
 
     keep_to_quota()
-    return Classifier.from_pretrained(name, args.device, args.engine, args.precision)
+    classifier = Classifier(load_checkpoint(location), name, *how)
+    classifier.engine.stored = file
+    return classifier
 
 
 def classify(args: argparse.Namespace) -> int:
@@ -57,7 +66,7 @@ def classify(args: argparse.Namespace) -> int:
     files = list(find_images(args.paths, failures))
     done = 0
     if files:
-        classifier = load_classifier(args)
+        classifier = load_classifier(args, one_mode=True)
         if args.output:
             done = _to_file(classifier, list(dict.fromkeys(files)), args, failures)
         else:
@@ -146,13 +155,13 @@ def _to_file(classifier: "Classifier", files: list[str], args: argparse.Namespac
 
 def weights_id(classifier: "Classifier") -> str | None:
     """The SHA-256 of the weights, or of the hashes of several files."""
-    hashes = sorted(classifier.model.config.sha256.values())
+    hashes = sorted(classifier.config.sha256.values())
     return hashlib.sha256("".join(hashes).encode()).hexdigest() if len(hashes) > 1 else next(iter(hashes), None)
 
 
 def _resume(file: IO[bytes], path: Path, classifier: "Classifier", args: argparse.Namespace) -> tuple[set[str], int]:
     """The images in an existing file, and the end of the last one; an error if the file was made with other options."""
-    top_k = min(args.top_k, classifier.model.num_classes)
+    top_k = min(args.top_k, classifier.config.num_classes)
     ours = {"--checkpoint": classifier.name, "--statistics": classifier.choose(args.statistics), "--top-k": top_k}
     ours["the weights"] = weights_id(classifier)
     done, end = set(), 0
@@ -164,9 +173,8 @@ def _resume(file: IO[bytes], path: Path, classifier: "Classifier", args: argpars
             theirs = (row["model"], row["statistics"], len(row["predictions"]), row["weights"])
             done.add(row["file"])
         except (ValueError, KeyError, TypeError):
-            raise InputError(
-                f"{path} has no result of this command after byte {end}: truncate it there, or choose another file."
-            ) from None
+            told = f"{path} has no result of this command after byte {end}"
+            raise InputError(f"{told}: truncate it there, or choose another file.") from None
         for value, (option, own) in zip(theirs, ours.items(), strict=True):
             if value != own:
                 raise InputError(f"{path} was made with {option} {value}, not {own}: use these, or another file.")
@@ -182,7 +190,7 @@ def _valid(text: str) -> str:
 def _texts(form: str, results: Iterable[Result]) -> Iterator[str]:
     """The output in a format, in parts."""
     if form == "json":
-        yield "[\n" + ",\n".join(json.dumps(result, ensure_ascii=False) for result in results) + "\n]\n"
+        yield "[\n" + ",\n".join(_json_line(result).rstrip("\n") for result in results) + "\n]\n"
         return
     if form == "csv":
         yield ",".join(COLUMNS) + "\n"
@@ -201,8 +209,7 @@ def _table(result: Result) -> str:
 
 
 def _csv_rows(result: Result) -> str:
-    text = io.StringIO()
-    uncertain = str(result["uncertain"]).lower()
+    text, uncertain = io.StringIO(), str(result["uncertain"]).lower()
     for rank, best in enumerate(result["predictions"], start=1):
         row = result | {"rank": rank, "label": best["label"], "score": f"{best['score']:.6f}", "uncertain": uncertain}
         csv.writer(text).writerow([row[name] for name in COLUMNS])

@@ -26,6 +26,7 @@ MISUSED, INTERRUPTED, PIPE_CLOSED = 2, 130, 141  # exit codes; the last two are 
 LOG_LEVELS, LOG_VARIABLE = ("debug", "info", "warning", "error"), "BKN_ZOO_LOG_LEVEL"
 
 DESCRIPTION = "Classify images with networks that use Batch Kalman Normalization; train, evaluate and serve them."
+LIST = "Lists the local checkpoints; the first is the default."
 EXAMPLES = """\
 examples:
   bkn-zoo classify photo.jpg                               the five likeliest labels
@@ -74,7 +75,8 @@ def _run_command(arguments: list[str]) -> int | None:
         logging.getLogger("bkn_zoo").setLevel(level.upper())
     name, *words = arguments or [""]
     if name not in COMMANDS:
-        main_parser().read(arguments)  # --help, --version, or an error
+        # --help, --version, or an error.
+        main_parser().read(arguments)
         return MISUSED
     command = COMMANDS[name]
     return command.run(words if command.raw else command.make_parser().read(words))
@@ -146,7 +148,7 @@ def _service(module: str) -> Any:
 
 
 def complete() -> None:
-    """Answer a shell that asks for completions (argcomplete), and end the process."""
+    """Answer a shell that asks for completions (register-python-argcomplete bkn-zoo), and end the process."""
     import argcomplete
 
     words = os.environ["COMP_LINE"].split()
@@ -175,21 +177,15 @@ class Command(NamedTuple):
 COMMANDS = {
     "classify": Command("classify images", options.classify_parser, classify),
     "compare": Command("show the three statistics modes side by side", options.compare_parser, compare),
-    "list": Command("list the local checkpoints", options.list_parser, list_here),
+    "list": Command("list the local checkpoints", lambda: Parser("bkn-zoo list", description=LIST), list_here),
     "info": Command("describe a checkpoint, or list its classes", options.info_parser, info),
     "train": Command(
         "train a network by a recipe, or fine-tune one on your images",
         lambda: import_module("bkn_zoo.cli.train").train_parser(),
-        lambda words: import_module("bkn_zoo.cli.train").run_training(words),
-        raw=True,
+        lambda words: import_module("bkn_zoo.cli.train").run_training(words), raw=True,
     ),
     "evaluate": Command("measure a checkpoint on a data set", options.evaluate_parser, _check_and_evaluate),
     "export": Command("write a checkpoint for ONNX Runtime or OpenVINO", options.export_parser, _export),
     "publish": Command("publish checkpoints on the Hugging Face Hub", options.publish_parser, _publish_folders),
     "serve": Command("start the HTTP service", lambda: _service("settings").settings_parser(), _serve, raw=True),
-    "completion": Command(
-        "print a script for shell completion",
-        options.completion_parser,
-        lambda args: print(import_module("argcomplete").shellcode(["bkn-zoo"], shell=args.shell)),
-    ),
-}
+}  # fmt: skip

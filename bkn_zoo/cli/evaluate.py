@@ -20,7 +20,7 @@ from bkn_zoo.progress import waiting
 from bkn_zoo.publishing.pictures import check_matplotlib, draw
 from bkn_zoo.training.data import evaluation_batches
 from bkn_zoo.training.datasets import Data, load_data
-from bkn_zoo.training.evaluation import batch_size, compute_logits, measure_accuracy
+from bkn_zoo.training.evaluation import batch_size, compute_logits, measure_accuracy, measure_classes, write_classes
 
 
 def evaluate_checkpoint(args: argparse.Namespace) -> None:
@@ -30,9 +30,9 @@ def evaluate_checkpoint(args: argparse.Namespace) -> None:
     keep_to_quota()
     if args.report:
         check_matplotlib()
-    for folder in (args.report, args.output and args.output.parent):  # so that errors come before the evaluation
-        if folder:
-            make_folder(folder)
+    # Errors come before the evaluation.
+    for folder in filter(None, (args.report, args.output and args.output.parent)):
+        make_folder(folder)
     if args.output and args.output.is_dir():
         raise InputError(f"--output {args.output} is a folder: choose a file in it.")
     model = from_pretrained(args.checkpoint).to(args.device).to(memory_format=torch.channels_last)
@@ -44,10 +44,8 @@ def evaluate_checkpoint(args: argparse.Namespace) -> None:
     split = args.split or ("validation" if data.test is None else "test")
     unknown = data.held_out and model.config.training.get("validation_split") != "of each class"
     if split == "validation" and data.name == "folder" and unknown:
-        raise InputError(
-            f"{args.checkpoint} does not record which images its training held out: use a folder of images that "
-            "it was not trained on, with --split all."
-        )
+        told = f"{args.checkpoint} does not record which images its training held out"
+        raise InputError(f"{told}: use a folder of images that it was not trained on, with --split all.")
     images, device = data.split(split), torch.device(args.device)
     batches = evaluation_batches(data, images, args.batch_size or batch_size(device), device, args.workers)
     logits, labels = compute_logits(network, batches, args.statistics, "evaluating", len(images))
@@ -61,15 +59,17 @@ def evaluate_checkpoint(args: argparse.Namespace) -> None:
         which = f"the {share:.0%} of images that a training on this folder holds out (--split all uses all of them)"
     print(f"{which} of {args.data}; top1 with its 95 % interval (Wilson)\n")
     print(table(rows, list(rows[0])))
+    mode = model.default_statistics if model.default_statistics in logits else next(iter(logits))
+    classes = measure_classes(logits[mode], labels, data.label_names)
     if args.output:
         about = {"checkpoint": Path(args.checkpoint).name, "engine": args.engine, "precision": args.precision}
-        write_results(args.output, rows, split=split, **about)
+        write_results(args.output, rows, split=split, classes=classes, **about)
     if args.report:
-        mode = model.default_statistics if model.default_statistics in logits else next(iter(logits))
+        write_classes(args.report / "classes.csv", classes)
         title = f"{Path(args.checkpoint).name}, {split} images, {mode} statistics"
         with waiting("drawing"):
             paths = draw(args.report, images, logits[mode], labels, data.label_names, title)
-        print(*paths, sep="\n")
+        print(*paths, args.report / "classes.csv", sep="\n")
 
 
 def read_data(args: argparse.Namespace, model: Network) -> Data:
@@ -78,7 +78,8 @@ def read_data(args: argparse.Namespace, model: Network) -> Data:
     preprocessing = model.config.preprocessing
     # The same share as in training, so that the same images are held out.
     share = None if args.split == "all" else model.config.recipe.get("validation", 0.1)
-    data = load_data(dataset, args.data, preprocessing and preprocessing.size, share)
+    names = model.config.label_names or ()
+    data = load_data(dataset, args.data, preprocessing and preprocessing.size, share, args.labels, names)
     ours, name = model.config.label_names or data.label_names, args.checkpoint
     wrong = next((f"{a!r} where {name} has {b!r}" for a, b in zip(data.label_names, ours, strict=False) if a != b), "")
     if len(data.label_names) != model.num_classes:

@@ -1,7 +1,6 @@
 """The options of all commands except `train` and `serve`, and checks that commands share. PyTorch is not imported."""
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,55 +25,38 @@ Classifies images.
     bkn-zoo classify 'photos/**/*.jpg' --output out.csv
     curl https://example.org/cat.jpg | bkn-zoo classify -
 
-The command resumes after an interruption: until all images are classified, results are in FILE.partial. A .jsonl file
-is written directly, and can be extended by further images.
-Images that cannot be read are listed on stderr at the end. The exit code is 1 if such an image was an argument of the
-command, or if no image could be read; otherwise it is 0.
+With --output, the command resumes after an interruption, and a .jsonl file can be extended by further images.
+Images that cannot be read are listed at the end. The exit code is 1 if one was an argument, or if none could be read.
 """
 COMPARE = """\
 Shows the three statistics modes side by side, with the time of the network alone (the median of five runs).
 
     bkn-zoo compare photo.jpg --checkpoint inception_v2_bkn.tiny_imagenet
 """
-INFO = """\
-Describes a checkpoint.
-
-    bkn-zoo info inception_v2_bkn.tiny_imagenet
-    bkn-zoo info ./my_network --format json
-"""
+INFO = "Describes a checkpoint, such as bkn-zoo info inception_v2_bkn.tiny_imagenet."
 EVALUATE = """\
 Measures a checkpoint on a data set, in each statistics mode: top-1 with its 95 % interval, top-5, calibration error.
 
     bkn-zoo evaluate inception_cifar_bkn.cifar10 CIFAR_FOLDER
-    bkn-zoo evaluate inception_cifar_bkn.cifar10 CIFAR_FOLDER --engine eager         # the unchanged PyTorch network
     bkn-zoo evaluate runs/NAME/NAME FOLDER_OF_CLASSES --output accuracy.json --report pictures
     bkn-zoo evaluate runs/NAME/NAME OTHER_FOLDER_OF_CLASSES --split all              # not used in training
 
---output writes the results to a file, with the command and the hardware. --report writes two pictures into a folder:
-confusion.png (which classes are confused) and mistakes.png (the most confident wrong answers). They use the
-checkpoint's default statistics mode, unless --statistics excludes it.
+--output writes the results to a file, with the command and the hardware. --report writes into a folder: confusion.png
+(which classes are confused), mistakes.png (the most confident wrong answers) and classes.csv (images, precision and
+recall of each class). They use the checkpoint's default statistics mode, unless --statistics excludes it.
 """
 EXPORT = """\
 Writes a checkpoint as an ONNX file, and compares the outputs of both.
 
-    bkn-zoo export inception_v2_bkn.tiny_imagenet
     bkn-zoo export ./my_network --statistics sample --output my_network.onnx
 """
 PUBLISH = """\
 Publishes checkpoints on the Hugging Face Hub, each as NAMESPACE/NAME_OF_THE_FOLDER, in one commit.
 
     bkn-zoo publish runs/NAME/NAME --namespace me --dry-run                  # only validate
-    bkn-zoo publish runs/NAME/NAME --namespace me
 
 Each folder is validated first: it must load, reproduce its golden outputs, and agree with its card (to publish another
 card, use `bkn_zoo.push_to_hub`). The token is that of `hf auth login` or of HF_TOKEN. A dry run works offline.
-"""
-COMPLETION = """\
-Prints a script that completes commands, options, their values and the names of checkpoints.
-
-    source <(bkn-zoo completion bash)                                              # in ~/.bashrc
-    source <(bkn-zoo completion zsh)                                               # in ~/.zshrc, after compinit
-    bkn-zoo completion fish > ~/.config/fish/completions/bkn-zoo.fish
 """
 
 
@@ -85,7 +67,7 @@ def check_checkpoint(name: str) -> None:
 
 
 def check_folder(path: Path) -> None:
-    if not os.path.isdir(path):
+    if not path.is_dir():
         raise InputError(f"there is no folder {path}: pass the folder of the data set.")
 
 
@@ -110,7 +92,11 @@ def add_device(parser: Parser) -> None:
     parser.add_argument("--device", default="auto", metavar="DEVICE", help=what)
 
 
-def add_workers(parser: Parser) -> None:
+def add_reading(parser: Parser) -> None:
+    """Options of commands that read data sets."""
+    what = "a .csv or .jsonl file with file, label and perhaps split: train, val, test (default: by subfolders)"
+    parser.add_argument("--labels", type=Path, metavar="FILE", help=what)
+    add_device(parser)
     what = "processes that decode image files (default: 0, decode in this process)"
     parser.add_argument("--workers", type=whole_number(0), default=0, metavar="N", help=what)
 
@@ -130,12 +116,10 @@ def _add_classifier(parser: Parser) -> None:
 
 def classify_parser() -> Parser:
     parser = Parser("bkn-zoo classify", description=CLASSIFY)
-    what = "images, folders, patterns; - is standard input"
-    parser.add_argument("paths", nargs="+", metavar="FILE_OR_FOLDER", help=what)
+    parser.add_argument("paths", nargs="+", metavar="FILE_OR_FOLDER", help="images, folders, patterns; - is stdin")
     _add_classifier(parser)
     parser.add_argument("--statistics", choices=MODES, help=STATISTICS)
-    what = "default: that of FILE's suffix, or table"
-    parser.add_argument("--format", choices=("table", "json", "jsonl", "csv"), help=what)
+    parser.add_argument("--format", choices=("table", "json", "jsonl", "csv"), help="default: FILE's suffix, or table")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write to this .jsonl, .json or .csv file")
     return parser
 
@@ -162,22 +146,16 @@ def evaluate_parser() -> Parser:
     parser.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help="the folder of the data set")
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="the same, as an option")
     parser.add_argument("--dataset", help="the kind of data set (default: that of the checkpoint's training)")
-    parser.add_argument(
-        "--split", choices=["validation", "test", "all"],
-        help="images to use (default: the test images or, in a folder without any, the validation images that the "
-        "training held out); all: for a folder that the training did not use",
-    )  # fmt: skip
-    what = "modes to measure (default: all three)"
-    parser.add_argument("--statistics", nargs="+", choices=MODES, default=list(MODES), help=what)
+    what = "images to use; all: if the training used none of them (default: test, or validation where there are none)"
+    parser.add_argument("--split", choices=["validation", "test", "all"], help=what)
+    parser.add_argument("--statistics", nargs="+", choices=MODES, default=list(MODES), help="default: all three")
     what = "what runs the network (default: auto, the fastest here; eager is the unchanged PyTorch network)"
     parser.add_argument("--engine", choices=["eager", *ENGINES], default="auto", help=what)
     _add_precision(parser, [name for name in PRECISIONS if name != "auto"], "f32")
-    what = "images at a time (default: 500; CPU: 16)"
-    parser.add_argument("--batch-size", type=whole_number(1), metavar="N", help=what)
-    add_device(parser)
-    add_workers(parser)
+    parser.add_argument("--batch-size", type=whole_number(1), metavar="N", help="default: 500 images; CPU: 16")
+    add_reading(parser)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON to this file")
-    parser.add_argument("--report", type=Path, metavar="FOLDER", help="write pictures of mistakes to this folder")
+    parser.add_argument("--report", type=Path, metavar="FOLDER", help="write pictures and a table of classes here")
     return parser
 
 
@@ -185,8 +163,7 @@ def export_parser() -> Parser:
     parser = Parser("bkn-zoo export", description=EXPORT)
     parser.add_argument("checkpoint", metavar=CHECKPOINT, help=NAMED)
     parser.add_argument("--statistics", choices=MODES, help=STATISTICS)
-    what = "the file to write (default: CHECKPOINT.STATISTICS.onnx in the working directory)"
-    parser.add_argument("--output", type=Path, metavar="FILE", help=what)
+    parser.add_argument("--output", type=Path, metavar="FILE", help="default: CHECKPOINT.STATISTICS.onnx, here")
     return parser
 
 
@@ -197,14 +174,4 @@ def publish_parser() -> Parser:
     parser.add_argument("--name", help="name of the repository, for a single checkpoint (default: that of the folder)")
     parser.add_argument("--private", action="store_true", help="make new repositories private")
     parser.add_argument("--dry-run", action="store_true", help="validate and list the files; publish nothing")
-    return parser
-
-
-def list_parser() -> Parser:
-    return Parser("bkn-zoo list", description="Lists the local checkpoints; the first is the default.")
-
-
-def completion_parser() -> Parser:
-    parser = Parser("bkn-zoo completion", description=COMPLETION)
-    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="your shell")
     return parser

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.files import CONFIG, files_of_weights, open_regular, reading, weights_file
@@ -20,9 +20,6 @@ from bkn_zoo.cli.options import announce
 from bkn_zoo.errors import CheckpointError, ImageError
 from bkn_zoo.modes import MODES
 from bkn_zoo.terminal import printable
-
-if TYPE_CHECKING:  # slow imports happen in the commands that need them
-    pass
 
 TIMED_RUNS = 5
 # What `info` leaves out of its table
@@ -43,7 +40,8 @@ def compare(args: argparse.Namespace) -> None:
         image = classifier.prepare(sys.stdin.buffer.read() if name == STDIN else name)[None]
         columns = []
         for mode in MODES:
-            scores = classifier.scores(image, mode)[0]  # the first call prepares the network for this mode
+            # The first call prepares the network for this mode.
+            scores = classifier.scores(image, mode)[0]
             seconds = median(timeit.repeat(partial(classifier.scores, image, mode), number=1, repeat=TIMED_RUNS))
             chosen = " (default)" if mode == classifier.choose() else ""
             spent = f"{seconds * 1e3:.1f} ms in {classifier.engine.precision_at(mode)}"
@@ -98,9 +96,8 @@ def info(args: argparse.Namespace) -> None:
     config = Config.read(location.folder / CONFIG)
     if args.classes:
         if config.label_names is None:
-            raise CheckpointError(
-                f"{args.checkpoint} has {config.num_classes} classes without names: save it with label_names."
-            )
+            told = f"{args.checkpoint} has {config.num_classes} classes without names"
+            raise CheckpointError(f"{told}: save it with label_names.")
         print("\n".join(map(printable, config.label_names)))
         return
     with reading():

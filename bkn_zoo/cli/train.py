@@ -9,11 +9,12 @@ import json
 import shlex
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from bkn_zoo.checkpoints.hub import check_reachable, check_repository
-from bkn_zoo.cli.options import CHECKPOINT, add_device, add_workers, check_folder
+from bkn_zoo.cli.options import CHECKPOINT, add_reading, check_folder
 from bkn_zoo.fields import attributes_of, wanted
 from bkn_zoo.modes import MODES
 from bkn_zoo.progress import speaks
@@ -29,7 +30,6 @@ DESCRIPTION = """\
 Trains a network by a recipe, or fine-tunes one on your images; writes a checkpoint and a record of the run.
 
     bkn-zoo train FOLDER_OF_CLASSES                                          # fine-tune the default checkpoint
-    bkn-zoo train FOLDER_OF_CLASSES --checkpoint CHECKPOINT                  # the same with another
     bkn-zoo train FOLDER_OF_CLASSES --checkpoint torchvision:resnet50        # the same, from torchvision's weights
     bkn-zoo train FOLDER_OF_CLASSES --model inception_cifar_bkn --size 32    # new weights, trained from scratch
     bkn-zoo train recipes/inception_cifar_bkn.cifar10.toml CIFAR_FOLDER
@@ -37,9 +37,8 @@ Trains a network by a recipe, or fine-tunes one on your images; writes a checkpo
     torchrun --nproc-per-node=8 --no-python bkn-zoo train recipes/... FOLDER                     # several GPUs
 
 Options override fields of the recipe, and become part of the run's name unless --name is given. The output folder,
-runs/NAME, holds the checkpoint (a folder with the run's name), curves.png, log.jsonl, state.pt until the training is
-finished, and results/runs/NAME.json, the record. The statistics mode is chosen on the validation images; the test
-images are used once, at the end, with the stored weights.
+runs/NAME, holds the checkpoint (a folder with the run's name), curves.png, classes.csv, log.jsonl, state.pt until the
+training is finished, and results/runs/NAME.json, the record. Test images are used once, at the end.
 
 Ctrl-C saves the state, prints how to resume and stops; a second Ctrl-C stops at once. --resume needs the same options
 and as many processes; on the same hardware and versions the weights are identical to those without an interruption.
@@ -67,26 +66,21 @@ def train_parser() -> Parser:
     what = "a recipe (a file, or the name of one in recipes/), which may be left out, and the folder of the data set"
     parser.add_argument("sources", nargs="*", metavar="[RECIPE] FOLDER", help=what)
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="the folder of the data set, as an option")
-    parser.add_argument(
-        "--checkpoint", "--init", dest="checkpoint", metavar=CHECKPOINT,
-        help="what to start from: a name, a folder, owner/repo on the Hub, torchvision:NAME or timm:NAME; its "
-        "classifier is kept for the same classes (default: without a recipe the first of bkn-zoo list, or new weights)",
-    )  # fmt: skip
+    what = "the start: a name, a folder, owner/repo on the Hub, torchvision:NAME or timm:NAME (default: "
+    what += "without a recipe the first of bkn-zoo list, otherwise new weights)"
+    parser.add_argument("--checkpoint", "--init", dest="checkpoint", metavar=CHECKPOINT, help=what)
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="of the run (default: runs/NAME)")
-    what = "for the record (default: results/runs of the output folder)"
-    parser.add_argument("--results", type=Path, metavar="FOLDER", help=what)
+    parser.add_argument("--results", type=Path, metavar="FOLDER", help="of the record (default: OUTPUT/results/runs)")
     what = "of the run and its checkpoint (default: the recipe's, or the network's and the folder's; and overrides)"
     parser.add_argument("--name", help=what)
-    what = "at the end, publish it on the Hub as NAMESPACE/NAME (default: do not publish)"
-    parser.add_argument("--publish", metavar="NAMESPACE", help=what)
+    parser.add_argument("--publish", metavar="NAMESPACE", help="publish it on the Hub as NAMESPACE/NAME (default: no)")
     parser.add_argument("--private", action="store_true", help="make a repository that --publish creates private")
-    what = "the licence that the checkpoint's card names, an identifier of the Hub such as mit (default: none)"
-    parser.add_argument("--license", metavar="ID", help=what)
+    parser.add_argument("--license", metavar="ID", help="that the card names, as the Hub writes it (default: none)")
+    parser.add_argument("--log", choices=["tensorboard"], help="write there, too (default: log.jsonl only)")
     what = "statistics modes to measure and to choose from, which takes time (default: all three)"
     parser.add_argument("--statistics", nargs="+", choices=MODES, default=MODES, help=what)
     parser.add_argument("--resume", action="store_true", help="continue the training in the output folder")
-    add_device(parser)
-    add_workers(parser)
+    add_reading(parser)
     fields = parser.add_argument_group("fields of the recipe")
     for field in dataclasses.fields(Recipe):
         if field.name in FIELDS:
@@ -122,7 +116,14 @@ def parse_training(arguments: list[str]) -> tuple[argparse.Namespace, dict[str, 
         else:
             rest.append(word)
     args = parser.read(rest)
-    _take_sources(parser, args)
+    sources = [*args.sources, *([str(args.data)] if args.data else [])]
+    if not sources:
+        parser.error("the folder of the data set is missing: run bkn-zoo train FOLDER")
+    if len(sources) > 2:
+        parser.error(f"unrecognized arguments: {' '.join(sources[1:-1])}")
+    args.recipe, args.data = Path(sources[0]) if len(sources) == 2 else None, Path(sources[-1])
+    if find_recipe(args.data).is_file():
+        parser.error(f"{args.data} is a recipe: add the folder of the data set")
     if args.private and not args.publish:
         parser.error("--private is for --publish")
     for name in (*FIELDS, *(f"augmentation.{name}" for name in AUGMENTATION)):
@@ -134,32 +135,19 @@ def parse_training(arguments: list[str]) -> tuple[argparse.Namespace, dict[str, 
     return args, {name: literal(value) for name, value in found.items()}
 
 
-def _take_sources(parser: Parser, args: argparse.Namespace) -> None:
-    """Set `data` and `recipe` from the positional arguments: [RECIPE] FOLDER, or RECIPE with --data."""
-    words = [*args.sources, *([str(args.data)] if args.data else [])]
-    if not words:
-        parser.error("the folder of the data set is missing: run bkn-zoo train FOLDER")
-    if len(words) > 2:
-        parser.error(f"unrecognized arguments: {' '.join(words[1:-1])}")
-    args.recipe, args.data = Path(words[0]) if len(words) == 2 else None, Path(words[-1])
-    if find_recipe(args.data).is_file():
-        parser.error(f"{args.data} is a recipe: add the folder of the data set")
-
-
 def literal(text: str) -> Any:
     """A number, true, false or null as such; all else is a string."""
     json_text = text.lower() if text.lower() in ("true", "false") else "null" if text == "None" else text
-    for read in (json.loads, float):  # the latter for what JSON does not know as a number, such as .5
-        try:
+    # The latter for what JSON does not know as a number, such as .5.
+    for read in (json.loads, float):
+        with suppress(ValueError):
             return read(json_text)
-        except ValueError:
-            continue
     return text
 
 
 def run_training(arguments: list[str]) -> None:
     args, overrides = parse_training(arguments)
-    names = ("name", "output", "results", "device", "resume", "workers", "license", "statistics")
+    names = ("name", "output", "results", "device", "resume", "workers", "license", "statistics", "labels", "log")
     options = {name: getattr(args, name) for name in names}
     plan = None
     try:
@@ -169,7 +157,8 @@ def run_training(arguments: list[str]) -> None:
         if args.publish:  # refused now, not after hours of training
             check_repository(repository)
             check_reachable(repository)
-        plan.introduce()  # before seconds of imports
+        # Before seconds of imports.
+        plan.introduce()
         from bkn_zoo.training import run
 
         result = run.carry_out(plan)

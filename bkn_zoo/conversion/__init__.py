@@ -4,9 +4,8 @@ import warnings
 from typing import Any
 
 from bkn_zoo.checkpoints.builders import build_network, is_model
-from bkn_zoo.conversion.batchnorm import LEARNING_GAIN, load_batchnorm_weights, start_near_population
 from bkn_zoo.conversion.converted import Converted, convert
-from bkn_zoo.conversion.learning import learn_statistics
+from bkn_zoo.conversion.learning import LEARNING_GAIN, learn_statistics, load_batchnorm_weights, start_near_population
 from bkn_zoo.conversion.libraries import LibraryNetwork, from_library
 from bkn_zoo.conversion.proof import Proof, prove
 from bkn_zoo.norms.batch_kalman import BATCHNORM_GAIN

@@ -3,6 +3,7 @@
 import copy
 import functools
 import inspect
+import sys
 import types
 import warnings
 from collections import Counter
@@ -13,24 +14,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils.parametrize import is_parametrized
 
-from bkn_zoo.conversion.batchnorm import LEARNING_GAIN, start_near_population
-from bkn_zoo.conversion.checks import check_convertible, copy_of, frozen_norms, holds_batchnorm
 from bkn_zoo.conversion.example import Inputs, inputs_of, left_alone, plans_for, reason_of
-from bkn_zoo.conversion.plan import INTERLEAVED, ConversionPlan, NormCall
-from bkn_zoo.conversion.record import is_open, run_with_record
+from bkn_zoo.conversion.learning import LEARNING_GAIN, start_near_population
+from bkn_zoo.conversion.plan import INTERLEAVED, NEVER_CALLED, UNFIT, ConversionPlan, NormCall
+from bkn_zoo.conversion.record import CALLS, run_with_record
 from bkn_zoo.conversion.replace import linked_norms, posing_as_batchnorms, replace_norms
-from bkn_zoo.conversion.report import NEVER_CALLED, NormRow, Report, few_names
-from bkn_zoo.errors import ConversionError
+from bkn_zoo.conversion.report import NormRow, Report
+from bkn_zoo.errors import ConversionError, UnknownNameError, few_names
 from bkn_zoo.kernels.conditions import observed_by_pytorch
-from bkn_zoo.models.network import BeliefNetwork
+from bkn_zoo.models.network import BeliefNetwork, Network
 from bkn_zoo.modes import Statistics, choose_statistics
-from bkn_zoo.norms.batch_kalman import BATCHNORM_GAIN, INITIAL_GAIN, check_gain, no_weight_decay
+from bkn_zoo.norms.batch_kalman import BATCHNORM_GAIN, INITIAL_GAIN, BatchKalmanNorm, check_gain, no_weight_decay
 from bkn_zoo.norms.standardized import standardize_convolutions, standardized_once
 from bkn_zoo.torch_internals import AnyBatchNorm, tree_leaves, tree_map
 
 CHILDREN = {"children", "named_children", "modules", "named_modules", "_modules", "getattr", "get_submodule"}
 """A method that uses one of these may run any child."""
+
+WRAPPERS = {"DataParallel": "module", "DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}
+"""Wrappers of PyTorch, and the attribute with the network inside. The last one is that of torch.compile."""
+
+OWN_NAMES = ("report", "foldable", "statistics_batch_size", "default_statistics")
+"""Attributes of a converted network, whose names the original must not use."""
 
 BATCHNORMS = {"BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "_BatchNorm", "_NormBase"}
 
@@ -60,12 +68,21 @@ class Converted(BeliefNetwork):
         with posing_as_batchnorms(self):  # a `train` of the original may freeze norms
             return super().train(mode)
 
+    # These two show norms as batch norms to functions that look for them. Otherwise, PyTorch's update_bn would do
+    # nothing, and timm's reparameterize_model fail.
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        with posing_as_batchnorms(self) if _caller() == "update_bn" else nullcontext():
+            yield from super().named_modules(*args, **kwargs)
+
+    def named_children(self) -> Iterator[Any]:
+        with posing_as_batchnorms(self) if _caller() == "reparameterize_model.<locals>._fuse" else nullcontext():
+            yield from super().named_children()
+
     def forward(self, *args: Any, statistics: str | None = None, **kwargs: Any) -> Any:
         """Call the original network with "population", "sample" or "expected" statistics; at inference only."""
         chosen = self._choose(statistics, (args, kwargs))
-        if not self.standardized_weights or torch.compiler.is_compiling():
-            return run_with_record(self, chosen, self._original.forward, args, kwargs)
-        with standardized_once(self):
+        once = self.standardized_weights and not torch.compiler.is_compiling()
+        with standardized_once(self) if once else nullcontext():
             return run_with_record(self, chosen, self._original.forward, args, kwargs)
 
     def _choose(self, statistics: str | None, inputs: Any) -> Statistics:
@@ -85,13 +102,12 @@ class Converted(BeliefNetwork):
         linked = [norm for norm in norms if norm.prior_features is not None]
         trained = any(norm.center is not None or any(b.any() for b in norm.transition_blocks) for norm in linked)
         if not trained and any((norm.running_var != 1).any() for norm in norms):
-            warnings.warn(
+            message = (
                 f"statistics={mode!r} destroys the accuracy of a pretrained network that was converted but not "
                 "trained: train it first, for example for a few epochs after "
-                "bkn_zoo.conversion.start_near_population, or choose statistics='population'.",
-                RuntimeWarning,
-                stacklevel=2,
+                "bkn_zoo.conversion.start_near_population, or choose statistics='population'."
             )
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     def no_weight_decay(self) -> set[str]:
         """Names of A, R and q, to exclude them from weight decay, in the form that timm expects."""
@@ -104,6 +120,14 @@ class Converted(BeliefNetwork):
     # For copies and pickles, which cannot import a class that is created here.
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _empty, (type(self).__mro__[1], self._original, self._methods), self.__getstate__()
+
+
+def _caller() -> str:
+    """The name of the function that iterates over the modules of a network."""
+    frame = None if torch.compiler.is_compiling() else sys._getframe(2)
+    while frame is not None and frame.f_code.co_name in ("children", "modules", "named_modules"):
+        frame = frame.f_back
+    return "" if frame is None else frame.f_code.co_qualname
 
 
 def _empty(kind: type[Converted], original: type[nn.Module], methods: tuple[str, ...]) -> Converted:
@@ -138,11 +162,9 @@ def _refuse_loading(cls: type[Converted], *args: Any, **kwargs: Any) -> Any:
     )
 
 
-# Graphs of torch.fx: PyTorch gives each its own class, and writes `forward` into the class.
-
-
 @contextmanager
 def _as_original(graph: Any) -> Iterator[None]:
+    """A graph of torch.fx with its own class, into which PyTorch writes `forward`."""
     kind = type(graph)
     graph.__class__ = kind._original
     try:
@@ -182,13 +204,12 @@ def _with_signature(function: Any) -> Any:
 
 def _method(function: Any) -> Any:
     """Wrap a method that runs norms, so that a call from outside is one call of the network, with `statistics`."""
-
     freezes = _freezes(function.__name__, function)
 
     @functools.wraps(function)
     def method(self: Converted, *args: Any, **kwargs: Any) -> Any:
         with posing_as_batchnorms(self) if freezes else nullcontext():
-            if is_open(self):
+            if CALLS.open and CALLS.open[-1].network is self:
                 return function(self, *args, **kwargs)
             statistics = kwargs.pop("statistics", None)
             return run_with_record(self, self._choose(statistics, (args, kwargs)), function, args, kwargs)
@@ -242,29 +263,26 @@ def convert(
 ) -> nn.Module:
     """Convert a network: a copy of `model` in which Batch Kalman Norms replace batch norms.
 
-    The network keeps its class, its code and the names of its modules and parameters. A state dict of the original
-    loads with `strict=False`; loading running variances reinitializes the new parameters: the transition A, the process
-    noise R and the gain q. With `population` statistics, the default at inference, the outputs are those of the
-    original. Training starts with A = 0, R = the running variance and, by default, a gain close to batch normalization.
+    The network keeps its class, its code and the names of its modules and parameters. With `population` statistics, the
+    outputs are those of the original. Training starts with the transition A = 0 and the process noise R = the running
+    variance. A state dict of the original loads with `strict=False`, which reinitializes A, R and the gain q.
     `print(converted.report)` shows the conversion, and `bkn_zoo.conversion.prove` checks it.
 
     Args:
-        model: any module with batch norms.
         example: inputs of the network, which show how its norms are connected: a tensor, a tuple of inputs or a dict of
             named inputs, preferably with two or more images. None creates images that fit the first layer.
         only: the name of a part, such as "backbone". The rest stays unchanged, and the part takes `statistics` and has
             the attributes of a `Converted`. None is the whole network.
         statistics_batch_size: images per statistics group in training; None means the whole batch.
-        start: what the network was trained on so far, from which gain and statistics mode follow. "scratch": nothing;
-            the gain is 0.5, or 0.1 with standardized weights, and the mode is `sample` for groups of one image,
-            `expected` for larger ones and `population` for whole batches. "pretrained": `start_near_population` with a
-            gain of 0.01, and `population`. None: nearly batch normalization, and `population`.
+        start: the gain and the statistics mode. "scratch": the gain is 0.5, or 0.1 with standardized weights, and the
+            mode is `sample` for groups of one image, `expected` for larger ones and `population` for whole batches.
+            "pretrained": `start_near_population` with a gain of 0.01, and `population`. None: nearly batch
+            normalization, and `population`.
         default_statistics: the statistics mode at inference, if a call does not choose one, instead of that of `start`.
         initial_gain: the gain q that training starts with, instead of that of `start`.
-        images: the input that contains the images, by its name or place, if it is not the first. Statistics groups
-            consist of its rows.
-        standardized_weights: standardize the weights of convolutions whose output goes directly into a norm
-            (`bkn_zoo.norms.standardized`), to train from scratch. This changes the outputs of a pretrained network.
+        images: the input that contains the images, by its name or place, if it is not the first.
+        standardized_weights: standardize the weights of convolutions whose output goes directly into a norm, to train
+            from scratch. This changes the outputs of a pretrained network.
         transition_rank: as in `BatchKalmanNorm`, for norms with one full A.
     """
     if not isinstance(model, nn.Module):
@@ -282,7 +300,8 @@ def convert(
     if inputs is not None and name:
         inputs = _inputs_of_part(model, name, inputs)
     size = _count(model)
-    earlier = getattr(whole, "report", Report((), (), size, size))  # of other parts
+    # Of other parts.
+    earlier = getattr(whole, "report", Report((), (), size, size))
     rows, guesses = _convert(part, name, inputs, frozen_norms(whole, part), images, transition_rank)
     if standardized_weights:
         standardize_convolutions(part, part.foldable.values())
@@ -295,12 +314,88 @@ def convert(
         start_near_population(part, gain)
     if mode != "population":
         part._warn_if_untrained(mode)
-    _warn_of_missing_links(rows)
     described = f"a gain of {gain:g}, and {mode!r} statistics at inference"
     report = Report(earlier.rows + rows, earlier.guesses + guesses, earlier.parameters_before, _count(whole), described)
     for module in (whole, *(part for part in whole.modules() if isinstance(part, Converted))):
         module.report = report
     return whole
+
+
+def check_convertible(model: nn.Module, name: str) -> None:
+    """Refuse a network, or its part with this name, if it cannot be converted."""
+    kind = type(model).__name__
+    if any(isinstance(module, LazyModuleMixin) for module in model.modules()):
+        raise ConversionError(f"{kind} contains lazy modules with unknown sizes: run it once first.")
+    try:
+        part = model.get_submodule(name)
+    except AttributeError:
+        names = ", ".join(child for child, _ in model.named_children())
+        raise UnknownNameError(f"{kind} has no part {name!r}: choose from {names}.") from None
+    if part is model and kind in WRAPPERS and type(model).__module__.startswith("torch."):
+        raise ConversionError(
+            f"the network is wrapped in a {kind}: convert its .{WRAPPERS[kind]}, then wrap the result."
+        )
+    what = kind if part is model else f"the part {name!r}"
+    atoms = name.split(".")
+    around = [model.get_submodule(".".join(atoms[:count])) for count in range(len(atoms))]
+    if any(isinstance(m, BatchKalmanNorm) or hasattr(type(m), "_original") for m in (*around, *part.modules())):
+        raise ConversionError(
+            f"{what} already contains, or is part of, a converted network: pass the original network, or "
+            "choose another part with only=."
+        )
+    if isinstance(part, Network):
+        twin = f"{part.name.rpartition('_')[0]}_bkn"
+        raise ConversionError(f"{part.name} is a network of the zoo: use create_model({twin!r}) instead.")
+    if isinstance(part, AnyBatchNorm):
+        raise ConversionError(f"{type(part).__name__} is itself a batch norm: convert the network that contains it.")
+    if not holds_batchnorm(part):
+        raise ConversionError(
+            f"{what} contains no batch norm, so there is nothing to convert: pass a network with batch norms."
+        )
+    taken = set(OWN_NAMES) & {*dir(type(part)), *vars(part), *part._modules, *part._parameters, *part._buffers}
+    taken |= {"statistics"} & inspect.signature(type(part).forward).parameters.keys()
+    if taken:
+        names = " and ".join(sorted(taken))
+        raise ConversionError(f"{what} has an attribute or input {names}, which converted networks add: rename it.")
+    if "forward" in vars(part):
+        raise ConversionError(f"the forward of this {type(part).__name__} was replaced: define it in a class.")
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:  # a module may contain anything
+        raise ConversionError(
+            f"{type(model).__name__} cannot be copied ({reason_of(error)}): remove what cannot be copied or, if the "
+            "first pass created it, convert the network before that pass."
+        ) from error
+
+
+def holds_batchnorm(module: nn.Module) -> bool:
+    return any(isinstance(part, AnyBatchNorm) for part in module.modules())
+
+
+def frozen_norms(whole: nn.Module, part: nn.Module) -> dict[str, str]:
+    """The batch norms of a part that stay unchanged, and why."""
+    trains = any(parameter.requires_grad for parameter in whole.parameters())
+    left = {}
+    for name, norm in part.named_modules():
+        if not isinstance(norm, AnyBatchNorm):
+            continue
+        hooks = (norm._forward_hooks, norm._forward_pre_hooks, norm._backward_hooks, norm._backward_pre_hooks)
+        known = type(norm).forward in (AnyBatchNorm.forward, nn.SyncBatchNorm.forward)
+        own_forward = "forward" in vars(norm) or not (known or type(norm).__module__ == "timm.layers.norm_act")
+        if norm.running_mean is None:
+            left[name] = "keeps no running statistics"
+        elif any(hooks):
+            left[name] = "has hooks, which expect the inputs and outputs of a batch norm"
+        elif own_forward or is_parametrized(norm):
+            left[name] = f"a {type(norm).__name__} that does more than normalize"
+        elif whole.training and not norm.training:
+            left[name] = "frozen: in evaluation mode"
+        elif trains and norm.weight is not None and not norm.weight.requires_grad:
+            left[name] = "frozen: its weight has no gradient"
+    return left
 
 
 def _start(start: str | None, group: int | None, standardized_weights: bool) -> tuple[float, str]:
@@ -336,18 +431,23 @@ def _inputs_of_part(model: nn.Module, name: str, inputs: Inputs) -> Inputs:
     return found[0]
 
 
-def _warn_of_missing_links(rows: Sequence[NormRow]) -> None:
-    """Warn of norms that stay plain because they were not called, and of a network without any link."""
-    unused = [row.norm for row in rows if row.note == f"left: {NEVER_CALLED}"]
-    made = list(dict.fromkeys(row.norm for row in rows if not row.left))
-    why = ""
-    if unused:
-        why = f"{len(unused)} of {len(made) + len(unused)} batch norms were never called and stay batch norms: "
-        why += few_names(unused)
-    elif len(made) > 1 and not any(row.priors for row in rows):
-        why = f"none of the {len(made)} norms receives a belief, so that they have no A, R and q: {few_names(made)}"
-    if why:
-        warnings.warn(f"{why}. If that is wrong, pass another example to convert.", RuntimeWarning, stacklevel=3)
+def _warn_of_missing_links(rows: Sequence[NormRow], made_up: bool, modes: int) -> None:
+    """Warn of norms that the planner leaves unchanged, of a network without links, and of a plan for one mode only."""
+    norms = list(dict.fromkeys(row.norm for row in rows))
+    found = []
+    for note in UNFIT:
+        if left := [row.norm for row in rows if row.note == f"left: {note}"]:
+            found.append(f"{len(left)} of {len(norms)} batch norms stay batch norms ({note}): {few_names(left)}")
+    if len(norms) > 1 and not any(row.priors or row.left for row in rows):
+        found.append(
+            f"none of the {len(norms)} norms receives a belief, so they have no A, R and q: {few_names(norms)}"
+        )
+    if made_up and modes == 1:
+        found.append(f"{len(norms)} norms were seen in training or in evaluation mode only: {few_names(norms)}")
+    if found:
+        whose = "inputs of the network instead of those created for its first layer" if made_up else "another example"
+        text = f"{'; '.join(found)}. If that is wrong, pass {whose}: convert(model, example=inputs)."
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
 def _convert(
@@ -372,6 +472,7 @@ def _convert(
     _settle_shapes(calls)
     prefix = f"{name}." if name else ""
     rows = tuple(_report_rows(part, plans, left, prefix))
+    _warn_of_missing_links(rows, example is None, len(plans))
     methods = _methods_of(part)
     replace_norms(part, plans, prefix, rank)
     part.__class__ = converted_class(Converted, type(part), methods)  # type: ignore[arg-type]
@@ -382,11 +483,11 @@ def _convert(
 
 def _settle_shapes(calls: Sequence[NormCall]) -> None:
     """Remove the transition of a norm whose calls would need different transitions."""
-    for name in {call.name for call in calls}:
-        same = [call for call in calls if call.name == name]
-        if len({call.shapes for call in same}) > 1:
-            for each in same:
-                each.pieces, each.why = [], "none: its calls would need transitions of different shapes"
+    shapes = {(call.name, call.shapes) for call in calls}
+    several = Counter(name for name, _ in shapes)
+    for call in calls:
+        if several[call.name] > 1:
+            call.pieces, call.why = [], "none: its calls would need transitions of different shapes"
 
 
 def _report_rows(

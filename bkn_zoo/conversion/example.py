@@ -103,10 +103,7 @@ def _functions_of_hooks(model: nn.Module) -> list[tuple[dict[int, Any], int]]:
 
 @contextmanager
 def unchanged_caches(model: nn.Module) -> Iterator[None]:
-    """Clear caches that fill in the meantime (`functools.lru_cache`) beside the classes of a network.
-
-    They would contain tensors of the planner, for example on the meta device.
-    """
+    """Clear caches (`functools.lru_cache`) beside the classes of a network that receive tensors of the planner."""
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     places = [vars(place) for place in {*kinds, *(sys.modules.get(kind.__module__) for kind in kinds)} if place]
     caches = {value for place in places for value in place.values() if isinstance(value, functools._lru_cache_wrapper)}
@@ -158,16 +155,14 @@ def made_up(model: nn.Module, quick: bool) -> Iterator[Inputs]:
 def _shapes(model: nn.Module, quick: bool) -> Iterator[tuple[int, ...]]:
     layers = (module for module in model.modules() if isinstance(module, _ConvNd | nn.Linear | nn.RNNBase))
     first = next(layers, None)
-    if isinstance(first, nn.Linear):
-        yield from ((2, TOKENS, first.in_features), (2, first.in_features))
-        return
-    if isinstance(first, nn.RNNBase):
-        yield (2, TOKENS, first.input_size)
+    if isinstance(first, nn.Linear | nn.RNNBase):
+        features = first.in_features if isinstance(first, nn.Linear) else first.input_size
+        yield from ((2, TOKENS, features), (2, features))
         return
     channels, dims = (3, 2) if first is None else (first.in_channels, len(first.kernel_size))
-    config = getattr(model, "config", None)  # of Hugging Face
-    about: Any = getattr(model, "pretrained_cfg", None)  # of timm
-    known = about.get("input_size") if hasattr(about, "get") else None
+    # Of timm, and of Hugging Face.
+    about, config = getattr(model, "pretrained_cfg", None), getattr(model, "config", None)
+    known = about.get("input_size") if about is not None and hasattr(about, "get") else None
     size = known[-1] if known else getattr(config, "image_size", None)
     sizes = [*SIZES[dims][:1], *([(size,) * dims] if isinstance(size, int) else [])]
     sizes += SIZES[dims][1:] if quick else ()
@@ -205,9 +200,8 @@ def _accepts(model: nn.Module, inputs: Inputs) -> bool:
     """Whether a network runs on these inputs, in training or evaluation mode."""
     for training in (True, False):
         with left_alone(), torch.no_grad(), suppress(Exception):
-            twin = copy.deepcopy(model)
-            twin.train(training)
-            twin(*copy.deepcopy(inputs.args), **copy.deepcopy(inputs.kwargs))
+            twin, copies = _copies(model, inputs, training, meta=False, hooks=True)
+            twin(*copies.args, **copies.kwargs)
             return True
     return False
 

@@ -1,7 +1,13 @@
-"""The numbers that the planner gives to channels, the origins of beliefs about them, and transitions over them."""
+"""The numbers of channels and images, the origins of beliefs about channels, and transitions over them.
 
-from collections.abc import Sequence
+Each tensor of features has a `Tag`: two tensors of whole numbers of the same shape, the number of the channel of every
+value and the number of its image. An operation that moves features (a concatenation, a split, a shuffle) moves both in
+the same way. A tag has size 1 along a dimension in which all numbers are equal.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from math import gcd
 from typing import Any, NamedTuple
@@ -9,7 +15,101 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bkn_zoo.conversion.tags import NOTHING, UNKNOWN, Tag, shortened, without
+from bkn_zoo.torch_internals import tree_leaves, tree_map
+
+NOTHING = 0
+"""The number of all channels without a belief, such as constants."""
+
+ANY, MIXED, UNKNOWN = -1, -2, -3
+"""Instead of an image's number: a constant without an image; a value from several images; unknown."""
+
+
+@dataclass(eq=False)
+class Tag:
+    """The numbers of each value's channel and image in a tensor."""
+
+    channels: Tensor
+    images: Tensor
+    convolution: str = ""  # whose output this is
+    uses: int = 0  # number of operations that used the tensor
+
+
+def shortened(numbers: Tensor) -> Tensor:
+    """Reduce to size 1 along each dimension in which all numbers are equal."""
+    for dim in range(numbers.ndim):
+        if numbers.shape[dim] > 1:
+            first = numbers.narrow(dim, 0, 1)
+            if numbers.stride(dim) == 0 or bool((numbers == first).all()):
+                numbers = first
+    return numbers
+
+
+def fit_shape(numbers: Tensor, shape: Sequence[int]) -> Tensor:
+    """Numbers for a result of another shape: along a changed dimension, the first number."""
+    while numbers.ndim < len(shape):
+        numbers = numbers.unsqueeze(0)
+    while numbers.ndim > len(shape):
+        numbers = numbers.select(0, 0)
+    for dim, size in enumerate(shape):
+        if numbers.shape[dim] not in (1, size):
+            numbers = numbers.narrow(dim, 0, 1)
+    return numbers
+
+
+def moved(move: Callable[..., Any], args: Any, kwargs: Any, tags: dict[int, Tag]) -> Any:
+    """The tags of the results of a move, computed by moving the numbers."""
+
+    def numbers(leaf: Any, part: str, default: int) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in tags:
+            return torch.zeros((), dtype=torch.long).expand(leaf.shape)
+        # 0 is the default, as in padding.
+        return (getattr(tags[id(leaf)], part) - default).expand(leaf.shape)
+
+    results = []
+    for part, default in (("channels", NOTHING), ("images", ANY)):
+        given, named = tree_map(partial(numbers, part=part, default=default), (args, kwargs))
+        try:
+            result = move(*given, **named)
+        except NotImplementedError:  # not implemented for whole numbers
+            result = move(*tree_map(lambda x: x.double() if isinstance(x, Tensor) else x, given), **named)
+            result = tree_map(Tensor.long, result)
+        several = not isinstance(result, Tensor)
+        results.append([shortened(each) + default for each in (result if several else [result])])
+    made = [Tag(channels, images) for channels, images in zip(*results, strict=True)]
+    return made if several else made[0]
+
+
+def together(images: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    """The images of values that are computed from several tensors, broadcast to a shape."""
+    joined = fit_shape(images[0], shape)
+    for other in images[1:]:
+        joined, other = torch.broadcast_tensors(joined, fit_shape(other, shape))
+        lost = torch.where((joined == UNKNOWN) | (other == UNKNOWN), UNKNOWN, MIXED)
+        both = torch.where(joined == other, joined, lost)
+        joined = torch.where(other == ANY, joined, torch.where(joined == ANY, other, both))
+    return joined
+
+
+def without(images: Tensor, dims: Sequence[int]) -> Tensor:
+    """The images of values that are computed from all values along these dimensions, which are kept with size 1."""
+    for dim in dims:
+        largest = images.amax(dim, keepdim=True)
+        # A constant does not mix images.
+        least = torch.where(images == ANY, largest, images).amin(dim, keepdim=True)
+        images = torch.where(least == largest, largest, torch.where(least == UNKNOWN, UNKNOWN, MIXED))
+    return images
+
+
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """The tensors in the output of a network (lists, dicts, dataclasses)."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif hasattr(leaf, "__dict__") and not callable(leaf):
+            yield from tensors_in(vars(leaf))
+
 
 MOST_CHANNELS = 2**14
 """Largest number of outputs of a layer with a number each. More are not channels, but computed weights, for example."""
@@ -47,11 +147,9 @@ Origin = Single | Mixed | None
 
 
 class Piece(NamedTuple):
-    """Consecutive channels of a norm.
+    """Consecutive channels of a norm, and the channels of other norms' beliefs that predict them.
 
-    Attributes:
-        sources: the channels of other norms' beliefs that predict them, in the order of the columns of A.
-        shape: of A: (C_out, C_in) full, (blocks, C_out / blocks, C_in / blocks), or (C,) with one weight per channel.
+    The shape of A is (C_out, C_in), (blocks, C_out / blocks, C_in / blocks), or (C,) with one weight per channel.
     """
 
     sources: tuple[Single, ...]
@@ -81,11 +179,7 @@ def _whole_mix(origins: Sequence[Origin]) -> Mix | None:
 
 def pieces_of(origins: Sequence[Origin], features: int) -> list[Piece]:
     """The transition of a norm over these channels."""
-
-    def kind(origin: Origin) -> Any:
-        return origin.mix if isinstance(origin, Mixed) else type(origin)
-
-    runs = [list(run) for _, run in groupby(origins, kind)]
+    runs = [list(run) for _, run in groupby(origins, lambda o: o.mix if isinstance(o, Mixed) else type(o))]
     if len(origins) != features or None in origins or len(runs) > MOST_PIECES:
         runs = [list(origins)]
     pieces = []
@@ -103,25 +197,23 @@ def pieces_of(origins: Sequence[Origin], features: int) -> list[Piece]:
 
 
 class Ledger:
-    """The numbers of channels.
-
-    Attributes:
-        images: number of images in the example.
-        origins, guessed: for each number, the origin of the belief, and the guesses that it depends on.
-        gates: the numbers of channels that only weigh others.
-        depths: for each call of a norm, the number of norms on its path, including itself.
-        modules: running modules with their kinds, the innermost last.
-        written: memory into which features were copied.
-    """
+    """The numbers of channels in an example with so many images."""
 
     def __init__(self, images: int) -> None:
         self.images = images
+        # For each number, the origin of the belief, and the guesses that it depends on.
         self.origins: list[Origin] = [None]
         self.guessed: list[tuple[str, ...]] = [()]
+        # The numbers of channels that only weigh others.
         self.gates: set[int] = set()
+        # For each call of a norm, the number of norms on its path, including itself.
         self.depths: list[float] = []
+        # Running modules with their kinds, the innermost last.
         self.modules: list[tuple[str, str]] = []
+        # Memory into which features were copied.
         self.written: dict[int, Any] = {}
+        # Whether a convolution with weights that depend on features has run.
+        self.generated = False
 
     def vague(self, x: Tensor) -> Tag:
         """A tag without channels. The first dimension counts as images if its size fits."""
@@ -135,15 +227,10 @@ class Ledger:
         numbers = torch.arange(len(self.origins), len(self.origins) + len(origins))
         self.origins.extend(origins)
         self.guessed.extend([guessed] * len(origins))
-        shape = [1] * ndim
-        shape[dim] = len(origins)
-        return numbers.view(shape)
+        return numbers.view([len(origins) if each == dim else 1 for each in range(ndim)])
 
     def renumbered(self, channels: Tensor, images: Tensor, gate: bool = False, guess: tuple[str, ...] = ()) -> Tag:
-        """New numbers for the same channels after an operation, which may make a gate, or be guessed.
-
-        A norm that sees them from here on has not seen those before the operation.
-        """
+        """New numbers for the same channels after an operation, which a norm below has not seen."""
         old, places = torch.unique(channels, return_inverse=True)
         first = len(self.origins)
         self.origins.extend([self.origins[number] for number in old.tolist()])

@@ -85,7 +85,8 @@ def from_library(
             raise HubUnavailableError(
                 f"the weights of {name} could not be downloaded ({error}): try again later."
             ) from error
-        own = model.state_dict()  # the classifier may be for other classes
+        # The classifier may be for other classes.
+        own = model.state_dict()
         model.load_state_dict({k: v for k, v in weights.items() if k in own and own[k].shape == v.shape}, strict=False)
     about: Any = getattr(model, "pretrained_cfg", {})
     smallest = about["input_size"][-1] if about.get("fixed_input_size") else 75 if "inception" in name else 32

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bkn_zoo.conversion.ledger import Ledger
-from bkn_zoo.conversion.tags import NOTHING, UNKNOWN, Tag, fit_shape, moved, together, without
+from bkn_zoo.conversion.ledger import NOTHING, UNKNOWN, Ledger, Tag, fit_shape, moved, together, without
 from bkn_zoo.torch_internals import memory_of, tree_leaves
 
 
@@ -52,12 +51,9 @@ class Operation:
 
     def given(self, name: str, default: Any = None) -> Any:
         """An argument by its name in PyTorch's schema."""
-        for place, argument in enumerate(self.function._schema.arguments):
-            if argument.name == name:
-                if name in self.kwargs:
-                    return self.kwargs[name]
-                return self.args[place] if place < len(self.args) else argument.default_value
-        return default
+        arguments = {argument.name: argument.default_value for argument in self.function._schema.arguments}
+        arguments |= dict(zip(arguments, self.args, strict=False)) | self.kwargs
+        return arguments.get(name, default)
 
 
 def basic_name(function: Any) -> str:
@@ -67,6 +63,8 @@ def basic_name(function: Any) -> str:
 
 def move_with_features(o: Operation) -> Any:
     """Channels and images move with the features."""
+    if o.name == "as_strided" and o.result.shape == o.args[0].shape and o.result.stride() == o.args[0].stride():
+        return Tag(o.first.channels, o.first.images)
     function = torch.reshape if o.name in ("view", "unsafe_view", "reshape_alias") else o.function
     return moved(function, o.args[:2] if function is torch.reshape else o.args, o.kwargs, o.tags)
 
@@ -109,10 +107,7 @@ def gate(o: Operation) -> Tag:
 
 
 def pass_on(o: Operation) -> Tag:
-    """Keeps channels where they are: elementwise operations, pooling, dropout, other norms.
-
-    Along a dimension whose size changes, or that is sorted, channels lose their belief, and images mix.
-    """
+    """Keeps channels, except along a dimension whose size changes or that is sorted: there images mix, too."""
     tag, sizes = o.first, o.tensors[0].shape
     if len(sizes) != len(o.shape):
         return o.ledger.vague(o.result)
@@ -165,7 +160,8 @@ def reduce(o: Operation) -> Tag | None:
 
 def convolve(o: Operation) -> Tag | None:
     """Mixes the channels of each group."""
-    x = o.args[0]
+    x, weight = o.args[:2]
+    o.ledger.generated |= id(weight) in o.tags
     return o.ledger.mixed(x, o.tag(x), 1, o.shape, o.given("groups", 1)) if id(x) in o.tags else None
 
 
@@ -195,7 +191,8 @@ def put(o: Operation) -> Tag:
     x = o.args[0]
     if id(x) in o.tags:
         return o.tag(x)
-    o.ledger.written[memory_of(x)] = x.untyped_storage()  # x may be part of a larger tensor
+    # x may be part of a larger tensor.
+    o.ledger.written[memory_of(x)] = x.untyped_storage()
     whole = [o.tag(tensor) for tensor in o.tensors if tensor.shape == x.shape]
     return whole[0] if whole else o.ledger.vague(o.result)
 

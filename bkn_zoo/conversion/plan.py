@@ -1,8 +1,8 @@
 """Plans which beliefs each norm of a network receives, for which channels, and over which path.
 
-The planner runs the network once on an example and observes all operations. It gives every channel of every tensor a
-number (see `tags`), applies each operation to the numbers as to the features (see `operations`), and stores the origin
-of the belief for each number (see `ledger`). The numbers that reach a norm then show which norms are below it.
+The planner runs the network once on an example. It gives every channel of every tensor a number, applies each operation
+to the numbers as to the features (see `operations`), and stores the origin of the belief for each number (see
+`ledger`). The numbers that reach a norm then show which norms are below it.
 """
 
 import functools
@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bkn_zoo.conversion.ledger import Ledger, Origin, Piece, Single, pieces_of
+from bkn_zoo.conversion.ledger import ANY, MIXED, NOTHING, Ledger, Piece, Single, Tag, pieces_of, tensors_in, without
 from bkn_zoo.conversion.operations import NeedsValuesError, Operation, basic_name, guess, handler_of
 from bkn_zoo.conversion.record import lists_of_images
-from bkn_zoo.conversion.tags import ANY, MIXED, NOTHING, Tag, tensors_in, without
 from bkn_zoo.torch_internals import (
     TorchDispatchMode,
     memory_of,
@@ -29,25 +28,23 @@ from bkn_zoo.torch_internals import (
 
 NOT_FOLLOWED = "its input has unknown channels"
 INTERLEAVED = "the rows of its input are not grouped by image"
+GENERATED = "its input depends on convolutions whose weights are generated per call"
+NEVER_CALLED = "never called"
+UNFIT = (NEVER_CALLED, NOT_FOLLOWED, INTERLEAVED, GENERATED)
+"""Why the planner leaves a norm unchanged."""
 
 
 @dataclass
 class NormCall:
-    """A call of a norm that will be converted.
-
-    Attributes:
-        pieces: pieces of its transition; none for a first layer.
-        ordered: whether rows are known to be grouped by image, if an image has several.
-        single: whether each row is an image.
-        why: the reason if `pieces` is empty although there are norms below.
-    """
+    """A call of a norm that will be converted, with the pieces of its transition; none for a first layer."""
 
     name: str
+    number: int  # among the calls of this norm
     features: int
     pieces: list[Piece]
-    ordered: bool
-    single: bool
-    why: str = ""
+    ordered: bool  # whether rows are known to be grouped by image, if an image has several
+    single: bool  # whether each row is an image
+    why: str = ""  # the reason if `pieces` is empty although there are norms below
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -84,17 +81,14 @@ def untracked() -> Iterator[None]:
 
 
 class Planner(TorchDispatchMode):
-    """Observes every operation of a network, and stores the tags of tensors.
-
-    Attributes:
-        owners: a tensor with a tag for each memory.
-        convolved, normed: the outputs of convolutions and the inputs of norms, by their tags.
-    """
+    """Observes every operation of a network, and stores the tags of tensors."""
 
     def __init__(self, model: nn.Module, norms: dict[str, nn.Module], images: int) -> None:
         super().__init__()
         self.plan, self.ledger = ConversionPlan(), Ledger(images)
+        # A tensor with a tag for each memory.
         self.owners: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        # The outputs of convolutions and the inputs of norms, by their tags.
         self.convolved: list[tuple[str, Tag]] = []
         self.normed: list[tuple[str, Tag]] = []
         for name, module in model.named_modules():
@@ -107,8 +101,6 @@ class Planner(TorchDispatchMode):
         for name, norm in norms.items():
             vars(norm)["forward"] = functools.partial(self.norm, name, norm.eval(), norm.forward)
 
-    # Modules
-
     def enter(self, name: str, module: nn.Module, args: Any) -> None:
         self.ledger.modules.append((name, type(module).__name__))
 
@@ -120,8 +112,6 @@ class Planner(TorchDispatchMode):
             if tag is not None:
                 tag.convolution = name
                 self.convolved.append((name, tag))
-
-    # Tags
 
     def tag_inputs(self, inputs: Any) -> None:
         """Give numbers to the channels of the example, with the images along the first dimension, or in a list."""
@@ -153,8 +143,6 @@ class Planner(TorchDispatchMode):
                 tag = self.ledger.vague(x)
             self.set_tag(x, tag)
         return tag
-
-    # Operations
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -192,8 +180,6 @@ class Planner(TorchDispatchMode):
             for x, tag in zip(result, made or [None] * len(result), strict=True):
                 self.set_tag(x, tag)
 
-    # Layers that are handled as a whole
-
     def norm(self, name: str, norm: Any, forward: Any, input: Tensor) -> Tensor:
         """A norm that will be converted: its plan follows from its input."""
         with untracked():
@@ -213,10 +199,10 @@ class Planner(TorchDispatchMode):
         self.plan.guesses += [guess for guess in self.ledger.guesses_behind(numbers) if guess not in self.plan.guesses]
         ordered = self.look_at_rows(name, tag, x.shape[0])
         self.normed.append((name, tag))
-        call = len(self.plan.calls)
-        self.plan.calls.append(NormCall(name, features, pieces, ordered, ordered and x.shape[0] == self.ledger.images))
+        calls, single = self.plan.calls, ordered and x.shape[0] == self.ledger.images
+        seen = [Single(len(calls), channel) for channel in range(features)]
+        calls.append(NormCall(name, sum(c.name == name for c in calls), features, pieces, ordered, single))
         self.ledger.depths.append(depth)
-        seen: list[Origin] = [Single(call, channel) for channel in range(features)]
         if len(numbers) == features:
             for number, origin in zip(numbers, seen, strict=True):
                 if number != NOTHING:
@@ -228,7 +214,7 @@ class Planner(TorchDispatchMode):
         """Whether rows are grouped by image, with the same number for each; otherwise the norm cannot be converted."""
         images = without(tag.images, range(1, tag.images.ndim)).flatten().expand(rows)
         if bool((images == MIXED).any()) or bool((images.diff() < 0).any() and not (images < ANY).any()):
-            self.plan.unfit[name] = INTERLEAVED
+            self.plan.unfit[name] = GENERATED if self.ledger.generated else INTERLEAVED
         if not self.ledger.images or rows % self.ledger.images:
             return False
         return torch.equal(images, torch.arange(self.ledger.images).repeat_interleave(rows // self.ledger.images))

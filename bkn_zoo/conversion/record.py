@@ -1,8 +1,7 @@
 """Passes beliefs between the norms of a converted network.
 
-While a network runs, a `Record` stores the beliefs of its norms so far. The record belongs to one call in one thread:
-`run_with_record` creates it, each norm reads it and adds its own belief through its `Links`, and it is deleted when the
-call ends. The code of the network does not change.
+A `Record` stores the beliefs of the norms in one call, in one thread: `run_with_record` creates it for the call, and
+each norm reads it and adds its own belief through its `Links`.
 """
 
 import inspect
@@ -28,17 +27,13 @@ AFTER_NORM = ("drop", "act")
 
 
 class Record:
-    """The beliefs of one call of a network.
-
-    Attributes:
-        images: number of images in the inputs; None if the inputs contain no tensor.
-        beliefs: by norm and number of its call, the number of beliefs before it, and the belief.
-        calls: the number of calls of each norm.
-    """
+    """The beliefs of one call of a network; `images` is None if the inputs contain no tensor."""
 
     def __init__(self, network: nn.Module, statistics: Statistics, images: int | None) -> None:
         self.network, self.statistics, self.images = network, statistics, images
+        # By norm and number of its call, the number of beliefs before it, and the belief.
         self.beliefs: dict[tuple[str, int], tuple[int, Belief | None]] = {}
+        # The number of calls of each norm.
         self.calls: dict[str, int] = {}
         self.count = 0
 
@@ -48,10 +43,8 @@ class Record:
         return twin
 
     def begin(self, norm: str, planned: int) -> tuple[int, int]:
-        """The number of this call among a norm's planned calls, and the time of its previous occurrence (-1: none).
-
-        A norm starts over after its last planned call, as in a second pass through the same layers.
-        """
+        """The number of this call among a norm's planned calls, and the time of its previous occurrence (-1: none)."""
+        # It starts over after its last planned call, as in a second pass through the same layers.
         call = self.calls.get(norm, 0) % planned
         self.calls[norm] = self.calls.get(norm, 0) + 1
         return call, self.beliefs.get((norm, call), (-1, None))[0]
@@ -97,9 +90,8 @@ def images_in(function: Callable[..., Any], name: str | int | None, args: Any, k
     if name is None:
         return args, kwargs
     names = [each for each in inspect.signature(function).parameters if each != "self"]
-    key = name if isinstance(name, str) else "".join(names[name : name + 1])
-    place = names.index(key) if key in names else len(args)
-    return kwargs.get(key, args[place] if place < len(args) else (args, kwargs))
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return given.get(name if isinstance(name, str) else "".join(names[name : name + 1]), (args, kwargs))
 
 
 def check_norms(network: Any, called: int, mode: str) -> None:
@@ -116,11 +108,6 @@ def check_norms(network: Any, called: int, mode: str) -> None:
     if gone and not network._told:
         network._told = True
         warnings.warn(message, RuntimeWarning, stacklevel=2)
-
-
-def is_open(network: nn.Module) -> bool:
-    """Whether the innermost call of this thread is one of this network."""
-    return len(CALLS.open) > 0 and CALLS.open[-1].network is network
 
 
 def count_images(inputs: Any) -> int | None:
@@ -162,33 +149,22 @@ def find_record(norm: str) -> Record | None:
 
 
 class Link(NamedTuple):
-    """The beliefs that a norm receives in one of its calls.
-
-    Attributes:
-        sources: the norms, the numbers of their calls, and their channels.
-        order: the name of the buffer with the indices of the received channels; "" for all in sequence.
-        ordered: whether rows are known to be grouped by image, if an image has several.
-        single: whether each row was an image in the example.
-    """
+    """The beliefs that a norm receives in one of its calls, by the norms, the numbers of their calls, and channels."""
 
     sources: tuple[tuple[str, int, int], ...]
-    order: str
-    ordered: bool
-    single: bool = False
+    order: str  # the name of the buffer with the indices of the received channels; "" for all in sequence
+    ordered: bool  # whether rows are known to be grouped by image, if an image has several
+    single: bool = False  # whether each row was an image in the example
 
 
 class Links:
-    """The place of a norm in a converted network: supplies the priors of its calls, and records its beliefs.
-
-    Attributes:
-        key, label: the norm's name in records, and in messages.
-        calls: the links of each call in a pass, for training and for evaluation.
-    """
+    """The place of a norm in a converted network: supplies the priors of its calls, and records its beliefs."""
 
     told = False  # whether a missing link was reported
     default = "population"  # `default_statistics` of the network
 
     def __init__(self, key: str, label: str, calls: dict[bool, tuple[Link, ...]]) -> None:
+        # The norm's name in records and in messages, and the links of each call, for training and for evaluation.
         self.key, self.label, self.calls = key, label, calls
 
     def normalize(self, norm: Any, x: Tensor) -> Tensor:
@@ -241,13 +217,12 @@ class Links:
         if self.told or torch.compiler.is_compiling():
             return
         self.told = True
-        warnings.warn(
+        message = (
             f"{self.label} receives no belief from {source.partition('/')[2]} in this call, because the call takes "
             "another path through the network than the example of the conversion: if you use the network this way, "
-            "convert it with such an example.",
-            RuntimeWarning,
-            stacklevel=2,
+            "convert it with such an example."
         )
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     def below(self) -> list[str]:
         """The names of the norms below."""

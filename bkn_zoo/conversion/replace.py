@@ -2,7 +2,6 @@
 
 import functools
 import secrets
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -84,28 +83,21 @@ def _kalman_norm(norm: AnyBatchNorm, call: NormCall, rank: int | None) -> BatchK
 def _links(layer: BatchKalmanNorm, key: str, plan: ConversionPlan, order: str) -> tuple[Link, ...]:
     """The links of a norm, call by call. The orders of channels become buffers of the norm."""
     network, _, norm = key.partition("/")
-    numbers: list[int] = []  # the number of each call among the calls of its norm
-    counts: Counter[str] = Counter()
-    for call in plan.calls:
-        numbers.append(counts[call.name])
-        counts[call.name] += 1
     links: list[Link] = []
-    for call in plan.calls:
-        if call.name != norm:
-            continue
-        starts: dict[int, int] = {}
-        total = 0
-        for below, _ in (source for piece in call.pieces for source in piece.sources):
-            if below not in starts:
-                starts[below] = total
-                total += plan.calls[below].features
-        channels = [starts[below] + channel for piece in call.pieces for below, channel in piece.sources]
+    for call in (call for call in plan.calls if call.name == norm):
+        sources = [source for piece in call.pieces for source in piece.sources]
+        starts, total = {}, 0
+        for below in dict.fromkeys(below for below, _ in sources):
+            starts[below] = total
+            total += plan.calls[below].features
+        channels = [starts[below] + channel for below, channel in sources]
         name = ""
         if channels != list(range(total)):
             name = f"{order}{len(links)}"
             layer.register_buffer(name, torch.tensor(channels, device=layer.running_mean.device), persistent=False)
-        sources = tuple((f"{network}/{plan.calls[b].name}", numbers[b], plan.calls[b].features) for b in starts)
-        links.append(Link(sources, name, call.ordered, call.single))
+        calls = [plan.calls[below] for below in starts]
+        keys = tuple((f"{network}/{each.name}", each.number, each.features) for each in calls)
+        links.append(Link(keys, name, call.ordered, call.single))
     return tuple(links)
 
 

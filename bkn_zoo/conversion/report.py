@@ -1,25 +1,20 @@
 """The report of a conversion."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-NEVER_CALLED = "never called"
+from bkn_zoo.errors import few_names
 
 
 @dataclass(frozen=True)
 class NormRow:
-    """One norm of the network, or one of its calls if there are several.
-
-    Attributes:
-        priors: the norms whose beliefs it receives, with the number of their channels that it uses.
-        transition: the shapes of the blocks of A; none for a first layer and for an unchanged norm.
-        note: why it has no prior, or why it is unchanged.
-    """
+    """One norm of the network, or one of its calls if there are several."""
 
     norm: str
+    # The norms whose beliefs it receives, with the number of their channels that it uses.
     priors: dict[str, int]
+    # The shapes of the blocks of A.
     transition: tuple[tuple[int, ...], ...]
-    note: str
+    note: str  # why it has no prior, or why it is unchanged
 
     @property
     def left(self) -> bool:
@@ -33,19 +28,13 @@ Row = NormRow
 
 @dataclass(frozen=True)
 class Report:
-    """The report of a conversion, for `print(converted.report)`.
-
-    Attributes:
-        rows: the converted norms in the order of their calls, then the unchanged ones.
-        guesses: operations without a rule, and what was assumed.
-        start: the gain that training starts with, and the statistics mode at inference.
-    """
+    """The converted norms in the order of their calls, then unchanged ones; guesses about operations without a rule."""
 
     rows: tuple[NormRow, ...]
     guesses: tuple[str, ...]
     parameters_before: int
     parameters_after: int
-    start: str = ""
+    start: str = ""  # the gain that training starts with, and the statistics mode at inference
 
     def __str__(self) -> str:
         table = [("norm", "prior (channels)", "A")]
@@ -60,8 +49,3 @@ class Report:
         lines.append(f"parameters: {self.parameters_before:,} before, {self.parameters_after:,} after (+{share:.1%})")
         lines.append(f"start: {self.start}")
         return "\n".join(lines)
-
-
-def few_names(names: Sequence[str]) -> str:
-    """The first three names."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,11 +1,5 @@
 """Images: reading untrusted files, and preprocessing them for a network.
 
-    folders         which files of a folder are images
-    formats         the supported formats, and removal of unsafe parts of files
-    reading         files, arrays and PIL images as upright RGB images
-    preprocessing   the preprocessing settings of a checkpoint
-    transforms      from an RGB image to the network's input
-
 Pillow and PyTorch are imported at the first use of a name that needs them, because `bkn-zoo list` needs neither.
 """
 
@@ -19,22 +13,10 @@ if TYPE_CHECKING:
     from bkn_zoo.images.transforms import central_square, enlarge, normalize, per_channel, preprocess, preprocess_square
 
 __all__ = [
-    "open_image",
-    "open_header",
-    "preprocess",
+    "INTERPOLATIONS", "MAX_PIXELS", "SUFFIXES", "ImageSource", "Preprocessing", "central_square", "enlarge",
+    "image_files", "normalize", "open_header", "open_image", "passed_over", "per_channel", "preprocess",
     "preprocess_square",
-    "Preprocessing",
-    "INTERPOLATIONS",
-    "central_square",
-    "enlarge",
-    "normalize",
-    "per_channel",
-    "image_files",
-    "passed_over",
-    "ImageSource",
-    "SUFFIXES",
-    "MAX_PIXELS",
-]
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
@@ -42,6 +24,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from bkn_zoo.images import reading, transforms
 
-    value = getattr(reading if hasattr(reading, name) else transforms, name)
-    globals()[name] = value
-    return value
+    return getattr(reading if hasattr(reading, name) else transforms, name)

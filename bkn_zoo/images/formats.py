@@ -6,7 +6,7 @@ raises an exception of any type, which `bkn_zoo.images.reading` turns into an `I
 
 import re
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from PIL import Image
 from PIL.BmpImagePlugin import BmpImageFile
@@ -72,7 +72,7 @@ def webp_size(data: bytes) -> tuple[int, int]:
     return width & 0x3FFF, height & 0x3FFF
 
 
-def _slim_bmp(data: bytes) -> tuple[bytes, None]:
+def _slim_bmp(data: bytes) -> tuple[bytes, bytes | None]:
     (header,) = struct.unpack_from("<I", data, 14)
     if header >= 40 and struct.unpack_from("<I", data, 30)[0] in (1, 2):  # Pillow decodes these in Python
         raise ImageFormatError(
@@ -105,7 +105,7 @@ def _slim_jpeg(data: bytes) -> tuple[bytes, bytes | None]:
     raise ValueError("too many parts")
 
 
-def _slim_png(data: bytes) -> tuple[bytes, None]:
+def _slim_png(data: bytes) -> tuple[bytes, bytes | None]:
     """A PNG without text and profiles, which are not visible and can inflate from a few bytes to many megabytes."""
     kept, place = [data[:8]], 8
     for _ in range(MAX_PARTS):
@@ -155,11 +155,8 @@ def _tiff_values(data: bytes, at: int, kind: int, numbers: int) -> tuple[int, ..
     return struct.unpack_from(form, data, place)
 
 
-def _slim_tiff(data: bytes) -> tuple[bytes, None]:
-    """A TIFF without the directories of EXIF; an error if it has too many tags or values.
-
-    Pillow copies the value of every tag, and makes a Python object for every strip and for every value that it reads.
-    """
+def _slim_tiff(data: bytes) -> tuple[bytes, bytes | None]:
+    """A TIFF without the directories of EXIF, and with few values, because Pillow makes an object of each."""
     slim, size, stored = bytearray(data), 0, 0
     for at, tag, kind, numbers in _tiff_tags(data):
         is_bytes = kind in (1, 2, 7) and tag not in (Tag.StripOffsets, Tag.TileOffsets)
@@ -178,19 +175,11 @@ def _slim_tiff(data: bytes) -> tuple[bytes, None]:
 
 
 # From a file to the part that Pillow reads, and the EXIF data that was removed.
-SLIM: dict[str, Callable[[bytes], tuple[bytes, bytes | None]]] = {
-    "BMP": _slim_bmp,
-    "JPEG": _slim_jpeg,
-    "PNG": _slim_png,
-    "TIFF": _slim_tiff,
-}
+SLIM = {"BMP": _slim_bmp, "JPEG": _slim_jpeg, "PNG": _slim_png, "TIFF": _slim_tiff}
 
 
 def orientation(image: Image.Image) -> int:
-    """The orientation in EXIF data; 1 (upright) if it is missing or damaged.
-
-    It is parsed here, because Pillow would read all other tags, too, which may contain millions of numbers.
-    """
+    """The orientation in EXIF data, or 1 (upright). Pillow would read all other tags, too, even millions of values."""
     if isinstance(image, TiffImageFile):
         found = image.tag_v2.get(Tag.Orientation, 1)
         return found if isinstance(found, int) else 1

@@ -17,6 +17,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 
 from bkn_zoo.errors import BrokenImageError, ImageError, ImageFormatError, ImageTooLargeError
 from bkn_zoo.images.formats import FORMATS, MAX_PARTS, SLIM, find_format, orientation, webp_size
+from bkn_zoo.images.preprocessing import Preprocessing
 
 MAX_PIXELS = 50_000_000
 MAX_ROWS = 65_535  # as in JPEG; Pillow needs memory for each row, even a short one
@@ -68,6 +69,13 @@ def resized_square(image: Image.Image, size: int, interpolation: str = "bilinear
     left, top = (image.width - side) / 2, (image.height - side) / 2
     method = Image.Resampling[interpolation.upper()]
     return image.resize((size, size), method, box=(left, top, left + side, top + side))
+
+
+def normalized_array(square: Image.Image, preprocessing: Preprocessing) -> np.ndarray:
+    """An image of the network's size as its input, (3, size, size)."""
+    mean, std = (np.array(values, np.float32).reshape(3, 1, 1) for values in (preprocessing.mean, preprocessing.std))
+    pixels = np.ascontiguousarray(np.asarray(square).transpose(2, 0, 1))
+    return (pixels / np.float32(255) - mean) / std
 
 
 def _read_file(path: str | os.PathLike[str], limit: int) -> bytes:

@@ -9,7 +9,7 @@ from PIL import Image
 from torch import Tensor
 
 from bkn_zoo.images.preprocessing import Preprocessing
-from bkn_zoo.images.reading import resized_square
+from bkn_zoo.images.reading import normalized_array, resized_square
 
 
 def preprocess(image: Image.Image, preprocessing: Preprocessing) -> Tensor:
@@ -19,6 +19,8 @@ def preprocess(image: Image.Image, preprocessing: Preprocessing) -> Tensor:
 
 def preprocess_square(square: Image.Image, preprocessing: Preprocessing) -> Tensor:
     """The same for an image that `resized_square` has cut and resized with `preprocessing.square`."""
+    if square.width == preprocessing.size:
+        return torch.from_numpy(normalized_array(square, preprocessing))
     pixels = enlarge(_as_tensor(square)[None], preprocessing.size, preprocessing.interpolation)
     return normalize(pixels, preprocessing)[0].contiguous()
 

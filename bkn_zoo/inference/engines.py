@@ -5,17 +5,19 @@ import platform
 import threading
 from collections.abc import Callable
 from itertools import chain
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from bkn_zoo.checkpoints.config import Config
-from bkn_zoo.cores import allowed_cores, check_device, usable_cores
+from bkn_zoo.cores import check_device, usable_cores
 from bkn_zoo.errors import InputError, UnknownNameError
 from bkn_zoo.inference import ENGINES, PRECISIONS
 from bkn_zoo.inference.folding import frozen, in_float32, in_precision, prepare, too_large_for_f16
-from bkn_zoo.inference.openvino_graph import Graph, build_graph, compiled, core, ov
+from bkn_zoo.inference.graph_cache import PRECISION, graph_options, native
+from bkn_zoo.inference.openvino_graph import Graph, build_graph, compiled, ov
 from bkn_zoo.models.network import BeliefNetwork, Network
 from bkn_zoo.modes import Statistics, choose_statistics
 from bkn_zoo.norms.running import refuse_single_values
@@ -108,6 +110,8 @@ class Engine:
     name: str
     streams = 1
     watched = True
+    # Where OpenVINO stores the graph for the next start, if only one mode and size is used.
+    stored: Path | None = None
     _fastest_precision: Callable[[], str]
     _run: Callable[[Tensor, Statistics], Tensor]
 
@@ -150,6 +154,7 @@ class Engine:
         with self._lock:
             self._prepared.clear()
             self._weights = Weights(self.model)
+            self.stored = None
 
     def precision_at(self, mode: str) -> str:
         """The precision of a statistics mode. With precision="auto", it can differ from `precision`."""
@@ -278,20 +283,15 @@ class OpenVINOEngine(Engine):
         if torch.device(device).type != "cpu":
             raise InputError(f"OpenVINO supports only device='cpu', not {device!r}: choose engine='torch'.")
         super().__init__(model, device, precision)
-        if self.precision == "bf16" and "BF16" not in _native():
+        if self.precision == "bf16" and "BF16" not in native():
             raise InputError("OpenVINO has no bf16 on this processor: choose precision='auto' or 'f32'.")
-        usable = usable_cores()
-        self.streams = min(streams, usable)
-        # OpenVINO ignores a quota and would start a thread for each core of the machine. It would pin fewer threads to
-        # the first cores, which are the same in every container.
-        quota = {"INFERENCE_NUM_THREADS": usable, "ENABLE_CPU_PINNING": False}
-        self._threads: dict[Any, Any] = quota if usable < allowed_cores() else {}
+        self.streams = min(streams, usable_cores())
 
     def _fastest_precision(self) -> str:
-        if "BF16" in _native():
+        if "BF16" in native():
             return "bf16"
         # Other processors than Arm also list FP16, but are slower with it than with f32.
-        return "f16" if "FP16" in _native() and platform.machine() in ("aarch64", "arm64") else "f32"
+        return "f16" if "FP16" in native() and platform.machine() in ("aarch64", "arm64") else "f32"
 
     def _run(self, images: Tensor, statistics: Statistics) -> Tensor:
         graph = self._once((_shared_by(statistics), images.shape[2:]), lambda: self._compile(images.shape, statistics))
@@ -306,7 +306,7 @@ class OpenVINOEngine(Engine):
 
     def _compile(self, shape: torch.Size, statistics: Statistics) -> Graph:
         precision = self.precision_at(statistics.mode)
-        options = {ov.properties.hint.inference_precision: precision, "PERFORMANCE_HINT": "LATENCY", **self._threads}
+        options = graph_options() | {PRECISION: precision}
         if self.streams > 1:
             options["NUM_STREAMS"] = self.streams
         network = prepare(self.model, statistics, as_stored=True, shrink=precision == "f16").cpu()
@@ -316,7 +316,7 @@ class OpenVINOEngine(Engine):
             raise
         except Exception as error:  # runs the code of a converted network on a symbol, which can fail in any way
             raise InputError(f"OpenVINO cannot run this network ({error}): choose engine='torch'.") from error
-        return Graph(compiled(built, options), single)
+        return Graph(compiled(built, options, None if single else self.stored), single)
 
     def precision_at(self, mode: str) -> str:
         """The engine's precision, unless it chose f16 itself and f16 cannot represent an image's statistics."""
@@ -327,11 +327,6 @@ class OpenVINOEngine(Engine):
                 "or statistics population."
             )
         return self.precision if where is None else "f32"
-
-
-def _native() -> Any:
-    """What OpenVINO lists as native on this processor, such as FP32 and BF16."""
-    return core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
 
 
 def _writes_its_graph(model: BeliefNetwork) -> bool:

@@ -3,6 +3,8 @@
 import functools
 import platform
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from bkn_zoo.errors import InputError
 from bkn_zoo.inference.folding import ImageNorm, in_float32, weigh
-from bkn_zoo.inference.graph_cache import cache_folder, delete_old_graphs
+from bkn_zoo.inference.graph_cache import PRECISION, cache_folder, core, delete_old_graphs
 from bkn_zoo.inference.symbols import Symbol, _node, avg_pool2d, ov
 from bkn_zoo.models.network import BeliefNetwork
 from bkn_zoo.modes import Statistics
@@ -65,7 +67,7 @@ def build_graph(
     `sample` and `expected` share one graph: the share of an image's own statistics is an input.
     """
     inputs = [ops.parameter([1, *shape])]
-    precision = options.get(ov.properties.hint.inference_precision)
+    precision = options.get(PRECISION)
     pairs = precision == "bf16" and platform.machine() in ("x86_64", "AMD64")
     beliefs: list[Belief] = []
     # Per channel, of norms without a prior.
@@ -96,9 +98,9 @@ def build_graph(
     return model, 1 in values
 
 
-def compiled(model: Any, options: dict[Any, Any]) -> Any:
-    """Compile a graph for the processor, or read it from the cache."""
-    if options.get(ov.properties.hint.inference_precision) == "f16":
+def compiled(model: Any, options: dict[str, Any], file: Path | None = None) -> Any:
+    """Compile a graph for the processor, or read it from the cache. With a file, also store the graph itself."""
+    if options.get(PRECISION) == "f16":
         average_by_rows(model)
     folder = cache_folder()
     if folder is not None:
@@ -109,16 +111,15 @@ def compiled(model: Any, options: dict[Any, Any]) -> Any:
             node.set_friendly_name(str(number))
         for number, port in enumerate((*model.inputs, *model.outputs)):
             port.set_names({f"port {number}"})
+    if file is not None:
+        file = file.with_suffix(f".{options[PRECISION]}.xml")
+        with suppress(RuntimeError):  # a full disk
+            ov.save_model(model, file, compress_to_fp16=False)
+            model = file
     made = core().compile_model(model, "CPU", options)
     if folder is not None:
         delete_old_graphs(folder)
     return made
-
-
-@functools.cache
-def core() -> Any:
-    """The only OpenVINO Core of the process: two that end leave a freed signal stack, and the next signal crashes."""
-    return ov.Core()
 
 
 def _noted(beliefs: list[Belief], predict: Callable[[Any], Any], prior: Belief | None) -> Any:

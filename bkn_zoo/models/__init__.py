@@ -3,7 +3,7 @@
 import warnings
 from typing import Any
 
-from bkn_zoo.models import efficientnet_lite, inception_cifar, inception_v2, resnet  # noqa: F401
+from bkn_zoo.models import efficientnet_lite, inception, resnet  # noqa: F401
 from bkn_zoo.models.network import Network
 from bkn_zoo.models.registry import build, list_models
 

@@ -2,9 +2,6 @@
 
 The Lite variants use ReLU6 for every activation, no squeeze-and-excitation, and a stem and a head of fixed width.
 Padding is TensorFlow's "same", with the odd pixel at the right and at the bottom, so TensorFlow's weights can be used.
-
-A depthwise convolution computes each channel from one channel, so the transition A of the norm after it is diagonal. A
-residual sum passes on the belief of the main branch.
 """
 
 import math
@@ -90,12 +87,7 @@ def _relu6(state: State) -> State:
 
 
 class EfficientNetLite(Network):
-    """Stem, seven stages of inverted residuals, head.
-
-    Args:
-        width: factor of the stages' channels, rounded to multiples of eight as in the original code.
-        depth: factor of the stages' number of blocks, rounded up; the first and the last stage keep theirs.
-    """
+    """Stem, seven stages of inverted residuals, head; `width` and `depth` are factors of channels and blocks."""
 
     stride = 32
 
@@ -108,11 +100,9 @@ class EfficientNetLite(Network):
             wide = rounded(base * width)
             count = repeats if number in (0, len(STAGES) - 1) else math.ceil(repeats * depth)
             blocks = []
-            for block in range(count):
-                blocks.append(
-                    InvertedResidual(make_norm, channels, wide, expansion, kernel, stride if block == 0 else 1)
-                )
-                channels = wide
+            for _ in range(count):
+                blocks.append(InvertedResidual(make_norm, channels, wide, expansion, kernel, stride))
+                channels, stride = wide, 1
             stages.append(nn.ModuleList(blocks))
         self.blocks = nn.ModuleList(stages)
         self.conv_head = nn.Conv2d(channels, 1280, 1, bias=False)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bkn_zoo.errors import InputError
+from bkn_zoo.errors import CheckpointError, InputError, few_names
 from bkn_zoo.modes import Statistics, check_mode, choose_statistics
 from bkn_zoo.norms.batch_kalman import OneNoise
 from bkn_zoo.norms.kalman import Belief
@@ -20,23 +20,16 @@ State = tuple[Tensor, Belief | None]
 
 
 class BeliefNetwork(nn.Module):
-    """A network whose norms share one choice of statistics per call: one of the zoo, or one from `bkn_zoo.convert`.
+    """A network whose norms share one choice of statistics per call: one of the zoo, or one from `bkn_zoo.convert`."""
 
-    Engines and exports use these attributes.
-
-    Attributes:
-        statistics_batch_size: images per statistics group in training, and the group size of `expected` statistics at
-            inference; None means the whole batch.
-        default_statistics: the statistics mode at inference, if a call does not choose one.
-        standardized_weights: whether convolutions before norms have standardized weights.
-        foldable: norms of a converted network that can be folded into a convolution at inference with population
-            statistics, with its name. None for a network of the zoo: its own code shows them.
-    """
-
+    # Images per statistics group in training, and the group size of `expected` statistics; None means the whole batch.
     statistics_batch_size: int | None = None
-    # A plain attribute, as in earlier pickles. With a property of that name, torch.compile of torch 2.11 recurses.
+    # The mode at inference, if a call does not choose one. With a property, torch.compile of torch 2.11 recurses.
     default_statistics: str = "population"
+    # Whether convolutions before norms have standardized weights.
     standardized_weights: bool = False
+    # Norms of a converted network that population statistics allow to fold into a convolution, with its name. None for
+    # a network of the zoo, whose own code shows them.
     foldable: Mapping[str, str] | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -46,14 +39,9 @@ class BeliefNetwork(nn.Module):
 
 
 class Network(BeliefNetwork, OneNoise):
-    """A classifier whose norms share one choice of statistics per call.
+    """A classifier of the zoo, with its name in the registry and all options of its norms, including defaults.
 
-    Attributes:
-        name: its name in the registry.
-        norm_options: all options of its norms, including defaults.
-        num_classes: outputs of the classifier.
-        config: the configuration of the checkpoint that it was loaded from.
-        revision: the commit of the repository that it was downloaded from.
+    `config` and `revision` are those of the checkpoint that it was loaded from.
     """
 
     stride: int  # of the whole network, and the smallest size of an image
@@ -70,11 +58,9 @@ class Network(BeliefNetwork, OneNoise):
         self.revision: str | None = None
 
     def forward(self, images: Tensor, statistics: Statistics | str | None = None) -> Tensor:
-        """Logits, (images, classes).
+        """Logits, (images, classes), of preprocessed images, (images, 3, height, width).
 
-        Args:
-            images: (images, 3, height, width), preprocessed.
-            statistics: "population", "sample" or "expected"; at inference only.
+        At inference, `statistics` is "population", "sample" or "expected".
         """
         return self.head(self.forward_features(images, statistics))
 
@@ -106,12 +92,7 @@ class Network(BeliefNetwork, OneNoise):
         upper("checkpoints").save_pretrained(self, folder, **about)
 
     def push_to_hub(self, repository: str, **options: Any) -> Any:
-        """Save the network, and publish it on the Hub.
-
-        Args:
-            repository: "owner/repo".
-            options: those of `bkn_zoo.push_to_hub`, and those of `bkn_zoo.save_pretrained`, such as `label_names`.
-        """
+        """Publish as "owner/repo" on the Hub, with options of `bkn_zoo.push_to_hub` and `bkn_zoo.save_pretrained`."""
         return upper("checkpoints").publish_network(self, repository, **options)
 
     def reset_parameters(self) -> None:
@@ -136,23 +117,12 @@ class Network(BeliefNetwork, OneNoise):
 
 
 class ConvNorm(nn.Module):
-    """Convolution, norm, ReLU. The prior is the belief of the norms below, with one entry per input channel.
-
-    Args:
-        pool: applied between convolution and norm. Average pooling commutes with a 1x1 convolution, and is cheaper
-            after it, on fewer channels.
-    """
+    """Convolution, pooling, norm, ReLU. Average pooling is cheaper here than before a 1x1 convolution."""
 
     def __init__(
-        self,
-        make_norm: Any,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int,
-        stride: int = 1,
-        first: bool = False,
-        pool: nn.Module | None = None,
-    ) -> None:
+        self, make_norm: Any, in_channels: int, out_channels: int, kernel_size: int, stride: int = 1,
+        first: bool = False, pool: nn.Module | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.conv = nn.Conv2d(in_channels, out_channels, kernel_size, stride, kernel_size // 2, bias=False)
         self.pool = pool
@@ -188,3 +158,27 @@ def initialize(network: nn.Module) -> None:
 def global_average(x: Tensor) -> Tensor:
     # Unlike torch.mean, this pooling returns its gradient in the layout of x, so it is not copied.
     return torch.flatten(nn.functional.avg_pool2d(x, x.shape[2:]), 1)
+
+
+def tensors_of(model: Network) -> dict[str, Tensor]:
+    """The tensors that a checkpoint stores; a parameter that layers share occurs once."""
+    first: dict[int, str] = {}
+    state = model.state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in state.items() if first.setdefault(id(tensor), name) == name}
+
+
+def check_tensors(where: str, model: Network, wanted: Mapping[str, Tensor], given: Mapping[str, Any]) -> None:
+    network = f"{model.name} with {model.num_classes} classes"
+    if missing := few_names(sorted(name for name in wanted if name not in given)):
+        raise CheckpointError(f"{where} lacks {missing}: use the weights of {network}.")
+    if extra := few_names(sorted(name for name in given if name not in wanted)):
+        raise CheckpointError(
+            f"{where} contains {extra}, which the network does not have: use the weights of {network}."
+        )
+    for name, tensor in wanted.items():
+        shape = tuple(given[name].shape) if isinstance(given[name], Tensor) else "no tensor"
+        if shape != tensor.shape:
+            raise CheckpointError(
+                f"{where}: {name} is {shape}, but {network} needs {tuple(tensor.shape)}: use the weights of that "
+                "network, or correct its number of classes."
+            )

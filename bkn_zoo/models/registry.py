@@ -16,10 +16,7 @@ from bkn_zoo.norms.batch_kalman import INITIAL_GAIN, BatchKalmanNorm2d, new_proc
 from bkn_zoo.norms.standardized import standardize_convolutions
 
 NormFactory = Callable[..., nn.Module]
-"""Makes the norm for (channels, channels of the layer below, or None for a first layer).
-
-Two options: `eps`, by default the norm's own, and `depthwise`, for a norm behind a depthwise convolution.
-"""
+"""Makes the norm for channels and channels of the layer below (None for a first layer), with `eps` and `depthwise`."""
 
 
 def batch_kalman(
@@ -32,27 +29,20 @@ def batch_kalman(
 ) -> NormFactory:
     """BKN with one process noise R for all layers, as in the paper, or one per layer and channel.
 
-    With `initial_belief`, the first layer has a prior of its own, which the paper does not have. With `centered`, the
-    norms are those of converted networks, which can start near the statistics of a population
-    (`bkn_zoo.conversion.start_near_population`). With `transition_rank`, full transitions A are products of two
-    smaller matrices. Without `link`, for ablations, the transition A is held at zero, so a
-    layer does not use the belief of the layer below and only shrinks its observation towards N(0, R).
+    With `initial_belief`, the first layer has a prior of its own. With `centered`, the norms can start near the
+    statistics of a population, as in converted networks. Without `link`, for ablations, the transition A is held at
+    zero, so a layer only shrinks its observation towards N(0, R).
     """
     raw_process_noise = new_process_noise(1) if shared_process_noise else None
 
     def make(channels: int, channels_below: int | None, *, eps: float = 1e-5, depthwise: bool = False) -> nn.Module:
         first = channels_below is None
+        # After a depthwise convolution each channel depends on one channel, so A is diagonal.
+        shapes = [(channels,)] if depthwise else None
         norm = BatchKalmanNorm2d(
-            channels,
-            channels_below,
-            eps,
-            raw_process_noise=raw_process_noise,
-            # After a depthwise convolution each channel depends on one channel, so A is diagonal.
-            transition_shapes=[(channels,)] if depthwise else None,
-            transition_rank=transition_rank,
-            initial_belief=initial_belief and first,
-            centered=centered,
-        )
+            channels, channels_below, eps, raw_process_noise=raw_process_noise, transition_shapes=shapes,
+            transition_rank=transition_rank, initial_belief=initial_belief and first, centered=centered,
+        )  # fmt: skip
         if norm.has_prior:
             norm.initial_gain = initial_gain
             norm.set_gain(initial_gain)
@@ -104,22 +94,18 @@ def register(num_classes: int) -> Callable[[Builder], Builder]:
     """Register a network under its function's name, with its usual number of classes."""
 
     def wrap(build: Builder) -> Builder:
-        name = build.__name__
-        if name in _networks:
-            raise InputError(f"a network named {name!r} is already registered: choose another name.")
-        _networks[name] = build
-        _default_classes[name] = num_classes
+        if build.__name__ in _networks:
+            raise InputError(f"a network named {build.__name__!r} is already registered: choose another name.")
+        _networks[build.__name__], _default_classes[build.__name__] = build, num_classes
         return build
 
     return wrap
 
 
 def list_models(pattern: str = "*", *, pretrained: bool = False) -> list[str]:
-    """The names that `bkn_zoo.create_model` accepts.
+    """The names that `bkn_zoo.create_model` accepts, and that fit a shell-style pattern such as "*_bkn".
 
-    Args:
-        pattern: a shell-style pattern such as "*_bkn".
-        pretrained: only networks that have a default checkpoint, which `create_model(name, pretrained=True)` loads.
+    With `pretrained`, only those with a default checkpoint, which `create_model(name, pretrained=True)` loads.
     """
     names = [f"{network}_{norm}" for network in _networks for norm in NORMS]
     return sorted(name for name in fnmatch.filter(names, pattern) if name in DEFAULT_CHECKPOINTS or not pretrained)
@@ -141,16 +127,14 @@ def build(name: str, num_classes: int | None = None, **norm_options: Any) -> Net
     own = {option: known.default for option, known in inspect.signature(NORMS[norm]).parameters.items()}
     defaults = COMMON | own
     norm_options = {option: value for option, value in norm_options.items() if option not in RETIRED or value}
-    unknown = [option for option in norm_options if option not in defaults]
+    unknown = ", ".join(repr(option) for option in norm_options if option not in defaults)
     if unknown:
-        raise InputError(
-            f"{name} does not have the options {', '.join(map(repr, unknown))}: "
-            f"choose from {', '.join(defaults) or 'none'}."
-        )
+        raise InputError(f"{name} does not have the options {unknown}: choose from {', '.join(defaults)}.")
     options = defaults | norm_options
     model = _networks[network](NORMS[norm](**{option: options[option] for option in own}), num_classes)
     if options["standardized_weights"]:
         standardize_convolutions(model)
         model.standardized_weights = True
-    model.name, model.norm_options = name, options  # all options, because a later version may have other defaults
+    # All options, because a later version may have other defaults.
+    model.name, model.norm_options = name, options
     return model

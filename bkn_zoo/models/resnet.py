@@ -1,8 +1,4 @@
-"""ResNet101 (He et al. 2016), with torchvision's layout and parameter names.
-
-A residual sum passes on the belief of the main branch. A downsampling branch starts from the belief of the block's
-input.
-"""
+"""ResNet101 (He et al. 2016), with torchvision's layout and parameter names."""
 
 from torch import Tensor, nn
 
@@ -13,7 +9,7 @@ from bkn_zoo.modes import Statistics
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 (with the stride), 1x1 with four times the width; then the residual sum."""
+    """1x1, 3x3 (with the stride), 1x1 with four times the width; the sum passes on the belief of the main branch."""
 
     expansion = 4
 

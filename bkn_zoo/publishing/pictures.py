@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
 from torch import Tensor
 
@@ -35,8 +34,7 @@ def draw(
     right = int((found == labels).sum())
     title = f"{title}\n{right:,} of {len(labels):,} right: {accuracy}"
     paths = folder / "confusion.png", folder / "mistakes.png"
-    counts = torch.zeros(len(names), len(names), dtype=torch.long)
-    counts.index_put_((labels, found), torch.ones_like(labels), accumulate=True)
+    counts = (labels * len(names) + found).bincount(minlength=len(names) ** 2).view(len(names), -1)
     confusion(counts.numpy(), names, title).savefig(paths[0], dpi=130, bbox_inches="tight")
     sure = scores.masked_fill(found == labels, -1.0).argsort(descending=True, stable=True)
     wrong = sure[: min(SHEET[0] * SHEET[1], len(labels) - right)].tolist()
@@ -46,10 +44,7 @@ def draw(
 
 
 def confusion(counts: np.ndarray, names: Sequence[str], title: str) -> Any:
-    """A confusion matrix: the percentage of images of each class (rows) that are classified as each class (columns).
-
-    With too many classes to read, it shows those with most mistakes, and one column for all other classes.
-    """
+    """A confusion matrix, in percent of each row; of many classes those with most mistakes, and all other classes."""
     from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure
 

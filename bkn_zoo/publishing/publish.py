@@ -17,10 +17,8 @@ def validate(folder: Path) -> None:
     files_of(folder)
     verify_golden(folder)
     if not is_card((folder / CARD).read_text(), Config.read(folder / CONFIG)):
-        raise CheckpointError(
-            f"{folder / CARD} does not agree with config.json: write the card again, or publish the folder with "
-            "bkn_zoo.push_to_hub."
-        )
+        remedy = "write the card again, or publish the folder with bkn_zoo.push_to_hub"
+        raise CheckpointError(f"{folder / CARD} does not agree with config.json: {remedy}.")
 
 
 def publish(folder: Path, repository: str, *, private: bool = False, dry_run: bool = False) -> None:

@@ -31,6 +31,17 @@ def generator(device: torch.device | str, *numbers: int) -> torch.Generator:
     return torch.Generator(device).manual_seed(seed)
 
 
+def apply_policy(pixels: Tensor, policy: str, *numbers: int) -> Tensor:
+    """Images as bytes, each changed by a policy of torchvision with its default settings."""
+    from torchvision.transforms import v2
+
+    change = {"randaugment": v2.RandAugment, "trivialaugment": v2.TrivialAugmentWide}[policy]()
+    with torch.random.fork_rng(devices=[]):
+        # It draws from this generator only, on the host; torch.manual_seed would also change those of GPUs.
+        torch.default_generator.manual_seed(generator("cpu", *numbers).initial_seed())
+        return torch.stack([change(image) for image in pixels])
+
+
 def vary(pixels: Tensor, augmentation: Augmentation, preprocessing: Preprocessing, source: torch.Generator) -> Tensor:
     """Geometry (in one sampling, directly to the network's size), colour and erasing, drawn for each image."""
     count, device, size = pixels.shape[0], pixels.device, preprocessing.size

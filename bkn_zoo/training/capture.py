@@ -19,13 +19,11 @@ def captured(step: Callable[..., Tensor], eager_steps: int | None = None) -> Cal
     rate that changes must be a tensor on the GPU, gradients are accumulated by a loop within the step, and nothing may
     depend on the value of a tensor. DistributedDataParallel is captured with its NCCL calls if it was created on the
     same side stream (`side_stream`). Batches of other shapes or types than the first, and on a CPU, run normally.
-
-    Args:
-        eager_steps: number of calls before the capture; by default 3, or 12 with several processes.
+    `eager_steps` is the number of calls before the capture; by default 3, or 12 with several processes.
     """
-    left = EAGER_STEPS_TOGETHER if dist.is_initialized() else EAGER_STEPS
-    left = left if eager_steps is None else eager_steps
-    kind: list[Any] = []  # shapes and types of the first batch
+    left = (EAGER_STEPS_TOGETHER if dist.is_initialized() else EAGER_STEPS) if eager_steps is None else eager_steps
+    # Shapes and types of the first batch.
+    kind: list[Any] = []
     buffers, graph, result = list[Tensor](), None, torch.empty(0)
 
     def call(*batch: Tensor) -> Tensor:
@@ -57,6 +55,8 @@ def side_stream() -> Iterator[None]:
     """Run work on a separate stream, which a capture needs for the steps before it."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        yield
-    torch.cuda.current_stream().wait_stream(side)
+    try:
+        with torch.cuda.stream(side):
+            yield
+    finally:
+        torch.cuda.current_stream().wait_stream(side)

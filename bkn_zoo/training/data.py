@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -17,19 +16,22 @@ from bkn_zoo.errors import ImageError, InputError
 from bkn_zoo.images import Preprocessing, enlarge, normalize, open_image
 from bkn_zoo.images.reading import resized_square
 from bkn_zoo.modes import MODES
-from bkn_zoo.training.augmentation import Batch, generator, mix, random_crop, vary
+from bkn_zoo.training.augmentation import Batch, apply_policy, generator, mix, random_crop, vary
 from bkn_zoo.training.datasets import CACHED_BYTES, ArrayImages, Data, FileImages, Images
 from bkn_zoo.training.interruption import leave_group
 from bkn_zoo.training.recipes import Augmentation
 
+Crops = tuple[float, int, int]
+
 
 class Runtime(NamedTuple):
-    """How a training runs: `workers` decode image files, `quiet` prints nothing, `modes` are measured."""
+    """How a training runs: `workers` decode files, `quiet` prints nothing, `modes` are measured, `log` is a logger."""
 
     device: torch.device
     workers: int = 0
     quiet: bool = False
     modes: Sequence[str] = MODES
+    log: str | None = None
 
 
 def training_batches(
@@ -56,7 +58,10 @@ def training_batches(
     else:
         found = ((data.train.images[chosen], data.train.labels[chosen]) for chosen in rows.to(data.train.images.device))
     for number, (pixels, labels) in enumerate(found, start=skip):
-        pixels = pixels.to(device, non_blocking=True).float() / 255
+        pixels = pixels.to(device, non_blocking=True)
+        if augmentation.policy:
+            pixels = apply_policy(pixels, augmentation.policy, seed, epoch, number, rank, 1)
+        pixels = pixels.float() / 255
         targets = classes[labels.to(device, non_blocking=True)]
         source = generator(device, seed, epoch, number, rank)
         images = normalize(vary(pixels, varied, data.preprocessing, source), data.preprocessing)
@@ -97,9 +102,7 @@ class _Files(Dataset[tuple[Tensor, int, int]]):
     `crops` has the smallest share of the area, the seed and the epoch of random crops; None is the central square.
     """
 
-    def __init__(
-        self, images: FileImages, preprocessing: Preprocessing, crops: tuple[float, int, int] | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, images: FileImages, preprocessing: Preprocessing, crops: Crops | None = None) -> None:
         self.images, self.preprocessing, self.crops = images, preprocessing, crops
         self.side = preprocessing.native_size or preprocessing.size
         self.keep = 3 * self.side**2 * len(images) <= CACHED_BYTES
@@ -118,18 +121,16 @@ class _Files(Dataset[tuple[Tensor, int, int]]):
         raise InputError("none of the image files can be read: check the data folder.")
 
     def _pixels(self, candidate: int, row: int) -> Tensor:
-        if self.crops is not None:
-            scale, *numbers = self.crops
-            return _as_bytes(random_crop(open_image(self.images.paths[candidate]), scale, self.side, *numbers, row))
         p = self.preprocessing
         key = candidate, self.side, p.interpolation, p.crop
-        if key in self.images.squares:
+        if self.crops is None and key in self.images.squares:
             return self.images.squares[key]
-        pixels = _as_bytes(resized_square(open_image(self.images.paths[candidate]), self.side, p.interpolation, p.crop))
-        if self.keep:  # until the training ends; in a worker, until the epoch does
+        image = open_image(self.images.paths[candidate])
+        if self.crops is None:
+            image = resized_square(image, self.side, p.interpolation, p.crop)
+        else:
+            image = random_crop(image, self.crops[0], self.side, *self.crops[1:], row)
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+        if self.keep and self.crops is None:  # until the training ends; in a worker, until the epoch does
             self.images.squares[key] = pixels
         return pixels
-
-
-def _as_bytes(image: Image.Image) -> Tensor:
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1)

@@ -1,10 +1,11 @@
 """Data sets by name: images in memory or as files, split into training, validation and test images."""
 
+import csv
 import hashlib
+import json
 import os
-import pickle
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bkn_zoo.errors import ImageError, InputError
+from bkn_zoo.errors import ImageError, InputError, counted, did_you_mean
 from bkn_zoo.images import Preprocessing, image_files, open_image, passed_over
 from bkn_zoo.progress import bar, say, speaks
 from bkn_zoo.training.interruption import leave_signals_to_parent
@@ -31,11 +32,7 @@ MEAN_STD = {
     "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
 }
 
-SOURCES = {
-    "cifar10": "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",
-    "cifar100": "https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",
-    "tiny_imagenet": "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
-}
+TINY_IMAGENET = "http://cs231n.stanford.edu/tiny-imagenet-200.zip"
 # Names of folders, in any case
 SPLITS = (("train", "training"), ("val", "valid", "validation", "dev", "eval"), ("test", "testing"))
 
@@ -55,9 +52,6 @@ class ArrayImages:
 
     def __add__(self, others: "ArrayImages") -> "ArrayImages":
         return ArrayImages(torch.cat([self.images, others.images]), torch.cat([self.labels, others.labels]))
-
-    def to(self, device: torch.device) -> "ArrayImages":
-        return ArrayImages(self.images.to(device), self.labels.to(device))
 
 
 @dataclass(frozen=True)
@@ -79,9 +73,6 @@ class FileImages:
     def __add__(self, others: "FileImages") -> "FileImages":
         return FileImages(self.paths + others.paths, self.labels + others.labels)
 
-    def to(self, device: torch.device) -> "FileImages":
-        return self
-
     def report_broken(self, rows: list[int]) -> None:
         """Report and count every unreadable file once."""
         for path in (self.paths[row] for row in rows):
@@ -95,10 +86,7 @@ Images = ArrayImages | FileImages
 
 @dataclass(frozen=True)
 class Data:
-    """A data set with its splits. Choices are made on `validation`; `test`, if any, gives the published accuracy.
-
-    If `held_out`, the validation images are a share of the training images.
-    """
+    """A data set with its splits. If `held_out`, the validation images are a share of the training images."""
 
     name: str
     train: Images
@@ -119,24 +107,29 @@ class Data:
         return images
 
     def to(self, device: torch.device) -> "Data":
-        splits = {name: getattr(self, name) for name in ("train", "validation", "test")}
-        return replace(self, **{name: images and images.to(device) for name, images in splits.items()})
+        moved: dict[str, Any] = {}
+        for name in ("train", "validation", "test"):
+            if isinstance(images := getattr(self, name), ArrayImages):
+                moved[name] = ArrayImages(images.images.to(device), images.labels.to(device))
+        return replace(self, **moved)
 
 
 # Training, validation and test images (None if there is no such set), labels and preprocessing
 Loaded = tuple[Images, Images | None, Images | None, list[str], Preprocessing]
 
 
-def load_data(name: str, root: str | Path, size: int | None = None, validation: float | None = 0.1) -> Data:
+def load_data(
+    name: str, root: str | Path, size: int | None = None, validation: float | None = 0.1,
+    labels: Path | None = None, label_names: Sequence[str] = (),
+) -> Data:  # fmt: skip
     """A data set by name: "cifar10", "cifar100", "tiny_imagenet", or "folder" for a tree of image files.
 
     Args:
         root: the folder of the official files. For "folder", a folder with one subfolder per class; or such folders in
-            `train` and `val` (or `valid`, `validation`, `dev`, `eval`), which is then the test set; or in `train`,
-            `val` and `test`. Otherwise there is no test set.
-        size: side of the network's input; by default that of the images, or 224 for files.
-        validation: share of the training images to hold out if there is no such folder (for "folder", of each class);
-            None holds out no images.
+            `train` and `val`, which is then the test set; or in `train`, `val` and `test`.
+        validation: share of the training images (for "folder", of each class) to hold out if there is no such folder.
+        labels: for "folder", a CSV or JSON Lines file that lists files, labels and splits, in place of subfolders.
+        label_names: the classes that it may use; by default those of its training images.
     """
     root = Path(root)
     loaders: dict[str, Callable[[str, Path, int | None], Loaded]] = {
@@ -144,34 +137,50 @@ def load_data(name: str, root: str | Path, size: int | None = None, validation: 
     }  # fmt: skip
     if name not in loaders:
         raise InputError(f"unknown data set {name!r}: choose one of {', '.join(loaders)}.")
+    if labels and name != "folder":
+        raise InputError(f"--labels is for folders of images, not for {name}: omit it, or add --dataset folder.")
     if not root.is_dir():
         raise InputError(f"there is no folder {root}: pass the folder of the data set.")
-    everything, chosen, test, label_names, preprocessing = loaders[name](name, root, size)
+    loaded = _listed(labels, root, size, label_names) if labels else loaders[name](name, root, size)
+    everything, chosen, test, names, preprocessing = loaded
+    if chosen is None and not len(everything):  # a file of labels for test images only
+        chosen = everything
     if chosen is not None:
-        return Data(name, everything, chosen, test, label_names, preprocessing, held_out=False)
+        return Data(name, everything, chosen, test, names, preprocessing, held_out=False)
     order = torch.randperm(len(everything), generator=torch.Generator().manual_seed(VALIDATION_SEED))
     if validation is None:
         held = order[:0]
-    elif name == "folder":  # may be small; the splits of the others are published with their results
-        held = _some_of_each(order, torch.as_tensor(everything.labels), validation)
+    elif name == "folder":
+        # It may be small: a share of each class, at least one image, but not the only one.
+        labelled = torch.as_tensor(everything.labels)
+        by_class = order[labelled[order].argsort(stable=True)].split(labelled.bincount().tolist())
+        held = torch.cat([rows[: min(max(round(validation * len(rows)), 1), len(rows) - 1)] for rows in by_class])
     else:
         held = order[: max(round(validation * len(everything)), 1)]
     if validation is not None and not 0 < len(held) < len(everything):
         raise InputError(f"{root} has too few images to hold out any for validation: add a second image to a class.")
     is_held = torch.zeros(len(everything), dtype=torch.bool).index_fill(0, held, True)
     train, chosen = (everything[rows.nonzero().flatten()] for rows in (~is_held, is_held))
-    return Data(name, train, chosen, test, label_names, preprocessing)
+    return Data(name, train, chosen, test, names, preprocessing)
 
 
-def _some_of_each(order: Tensor, labels: Tensor, share: float) -> Tensor:
-    """The first images of each class in this order: its share, at least one, but not the only one."""
-    by_class = order[labels[order].argsort(stable=True)].split(labels.bincount().tolist())
-    return torch.cat([rows[: min(max(round(share * len(rows)), 1), len(rows) - 1)] for rows in by_class])
+def class_counts(data: Data) -> Tensor:
+    """The number of training images of each class."""
+    return torch.as_tensor(data.train.labels).bincount(minlength=len(data.label_names))
 
 
-def fingerprint(data: Data, root: Path) -> str:
-    """A hash of labels and names, without the folder `root`, that identifies training and validation images."""
-    digest = hashlib.sha256()
+def class_weights(data: Data) -> Tensor:
+    """The weight of an image of each class with which all classes count the same; the mean over all images is 1."""
+    counts = class_counts(data)
+    return counts.sum() / (len(counts) * counts.clamp_min(1))
+
+
+def fingerprint(data: Data, root: Path, listed: bool = False) -> str:
+    """A hash of labels and names, without the folder `root`, that identifies training and validation images.
+
+    If a file of labels has `listed` them, the names of files do not contain the names of classes.
+    """
+    digest = hashlib.sha256("\n".join(data.label_names).encode() if listed else b"")
     for images in (data.train, data.validation):
         digest.update(f"{len(images)}\n".encode())
         if isinstance(images, FileImages):
@@ -184,50 +193,28 @@ def fingerprint(data: Data, root: Path) -> str:
 
 
 def _cifar(name: str, root: Path, size: int | None) -> Loaded:
-    """CIFAR-10 or CIFAR-100, the files of the Python version."""
-    folder, train_files, test_file, meta, labels, names = {
-        "cifar10": (
-            "cifar-10-batches-py", [f"data_batch_{k}" for k in range(1, 6)], "test_batch", "batches.meta",
-            b"labels", b"label_names",
-        ),
-        "cifar100": ("cifar-100-python", ["train"], "test", "meta", b"fine_labels", b"fine_label_names"),
-    }[name]  # fmt: skip
+    """CIFAR-10 or CIFAR-100, the files of the Python version. They are pickles; torchvision compares their hashes."""
+    from torchvision.datasets import CIFAR10, CIFAR100
 
-    def read(file: str, *keys: bytes) -> list[Any]:
-        path = root / folder / file
-        if not path.is_file():
-            raise InputError(f"{path} does not exist: unpack {SOURCES[name]} in {root}.")
-        try:
-            with path.open("rb") as stream:
-                content = _CifarUnpickler(stream, encoding="bytes").load()
-            return [content[key] for key in keys]
-        except Exception as error:  # damaged bytes can raise anything
-            raise InputError(f"{path} is not the official file ({error}): download it again.") from None
-
-    def images(files: list[str]) -> ArrayImages:
-        parts = [read(file, b"data", labels) for file in files]
-        pixels = np.concatenate([data for data, _ in parts]).reshape(-1, 3, 32, 32)
-        return ArrayImages(torch.from_numpy(pixels.copy()), torch.tensor([x for _, found in parts for x in found]))
-
+    kind = CIFAR10 if name == "cifar10" else CIFAR100
+    try:
+        trained, tested = (kind(root, train=part) for part in (True, False))
+    except (RuntimeError, OSError):
+        folder = root / kind.base_folder
+        raise InputError(f"{folder} lacks official files, or they differ: unpack {kind.url} in {root}.") from None
+    train, test = (
+        ArrayImages(torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(part.targets))
+        for part in (trained, tested)
+    )
     mean, std = MEAN_STD[name]
     preprocessing = Preprocessing(size=size or 32, native_size=32, mean=mean, std=std)
-    label_names = [label.decode() for label in read(meta, names)[0]]
-    return images(train_files), None, images([test_file]), label_names, preprocessing
-
-
-class _CifarUnpickler(pickle.Unpickler):
-    """Reads the official files, which are pickles, and refuses everything that they do not need."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module.split(".")[0], name) in {("numpy", "ndarray"), ("numpy", "dtype"), ("numpy", "_reconstruct")}:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it contains {module}.{name}")
+    return train, None, test, list(trained.classes), preprocessing
 
 
 def _tiny_imagenet(name: str, root: Path, size: int | None) -> Loaded:
     """The folder tiny-imagenet-200 of the official archive; its annotated validation images are the test images."""
     if not (root / "wnids.txt").is_file():
-        raise InputError(f"{root}/wnids.txt does not exist: unpack {SOURCES[name]}, and pass its folder.")
+        raise InputError(f"{root}/wnids.txt does not exist: unpack {TINY_IMAGENET}, and pass its folder.")
     identifiers = (root / "wnids.txt").read_text().split()
     number = {identifier: k for k, identifier in enumerate(identifiers)}
     words = dict(line.split("\t", 1) for line in (root / "words.txt").read_text().splitlines() if "\t" in line)
@@ -275,24 +262,76 @@ def _tree(name: str, root: Path, size: int | None) -> Loaded:
     if not label_names:
         raise InputError(f"{train_root} has no subfolders: create one per class, with its images.")
     if len(label_names) == 1:
-        raise InputError(
-            f"{train_root} has only one class, {label_names[0]!r}: pass the folder that has one subfolder per class."
-        )
+        told = f"{train_root} has only one class, {label_names[0]!r}"
+        raise InputError(f"{told}: pass the folder that has one subfolder per class.")
     for path in beside:
         more = [found.name for found in _folders(path) if found.name not in label_names and image_files(found)]
         if more:
-            raise InputError(
-                f"{path} has classes that {train_root} lacks ({', '.join(more)}): add them there, or remove them."
-            )
+            told = f"{path} has classes that {train_root} lacks ({', '.join(more)})"
+            raise InputError(f"{told}: add them there, or remove them.")
     passed: Counter[str] = Counter()
-    trained, *others = (_list_files(path, label_names, passed) for path in (train_root, *beside))
+    splits = [_list_files(path, label_names, passed) for path in (train_root, *beside)]
     if passed and speaks():
         say(passed_over(root, passed))
+    return _loaded(splits, label_names, size)
+
+
+def _loaded(splits: Sequence[list[tuple[str, Path]]], label_names: list[str], size: int | None) -> Loaded:
+    """Data from the labels and paths of each split, of which the first is for training."""
+    index = {name: k for k, name in enumerate(label_names)}
+    trained, *others = (FileImages([path for _, path in rows], [index[name] for name, _ in rows]) for rows in splits)
     mean, std = MEAN_STD["imagenet"]
     preprocessing = Preprocessing(size=size or 224, mean=mean, std=std)
     # A single set is the test set: validation images can be held out from training, but test images cannot.
     validation, tested = [None, None, *others][-2:]
     return trained, validation, tested, label_names, preprocessing
+
+
+def _listed(file: Path, root: Path, size: int | None, known: Sequence[str]) -> Loaded:
+    """Images of a folder with the labels and splits of a file, in the order of a folder with subfolders."""
+    splits: tuple[list[tuple[str, Path]], ...] = ([], [], [])
+    numbers: dict[Path, int] = {}
+    for number, row in enumerate(_rows(file), start=1):
+        name, label = str(row.get("file") or row.get("file_name") or ""), row.get("label")
+        label, split = "" if label is None else str(label), str(row.get("split") or "train").lower()
+        which = next((k for k, names in enumerate(SPLITS) if split in names), None)
+        inside = os.path.relpath(os.path.abspath(root / name), os.path.abspath(root))
+        path, wrong = root / inside, ""
+        if not name or not label:
+            wrong = "has no file (or file_name) and label: add these columns"
+        elif inside.split(os.sep)[0] == os.pardir:
+            wrong = f"names {name}, which is outside {root}: move the image there"
+        elif path in numbers:
+            wrong = f"names {name} again, after row {numbers[path]}: remove one of them"
+        elif not path.is_file():
+            wrong = f"names {path}, which does not exist: correct the path, which is relative to the data folder"
+        elif which is None:
+            wrong = f"has the split {split!r}: use train, val or test"
+        if wrong or which is None:
+            raise InputError(f"{file}: row {number} {wrong}.")
+        numbers[path] = number
+        splits[which].append((label, path))
+    names = list(known) or sorted({label for label, _ in splits[0]})
+    if len(names) < 2:
+        raise InputError(f"{file} has training images of {counted(len(names), 'class')}: add rows of others.")
+    index = {name: k for k, name in enumerate(names)}
+    for label, path in (row for rows in splits for row in rows if row[0] not in index):
+        close = did_you_mean(label, names)
+        raise InputError(f"{file}: row {numbers[path]} has the unknown class {label!r}{close}: correct or remove it.")
+    first, *others = (sorted(rows, key=lambda row: (index[row[0]], row[1].parts)) for rows in splits)
+    return _loaded([first, *filter(None, others)], names, size)
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    """The rows of a CSV or JSON Lines file."""
+    try:
+        with file.open(newline="", encoding="utf-8-sig") as lines:
+            if file.suffix.lower() == ".csv":
+                return list(csv.DictReader(lines))
+            return [dict(json.loads(line)) for line in lines if line.strip()]
+    except (OSError, ValueError, TypeError, csv.Error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{file} cannot be read as CSV or JSON Lines ({reason}): correct --labels.") from None
 
 
 def keep_apart(root: Path, places: Mapping[str, Path]) -> None:
@@ -301,9 +340,8 @@ def keep_apart(root: Path, places: Mapping[str, Path]) -> None:
     for classes in (train_root, *beside):
         for option, place in places.items():
             if classes.resolve() in place.resolve().parents:
-                raise InputError(
-                    f"{place} is inside {classes} and would become a class: choose a folder outside with {option}."
-                )
+                told = f"{place} is inside {classes} and would become a class"
+                raise InputError(f"{told}: choose a folder outside with {option}.")
 
 
 def _layout(root: Path) -> tuple[Path, list[Path]]:
@@ -324,15 +362,14 @@ def _folders(root: Path) -> list[Path]:
     return sorted(found, key=lambda path: path.name)
 
 
-def _list_files(root: Path, label_names: list[str], passed: Counter[str]) -> FileImages:
-    paths, labels = [], []
-    for label, label_name in enumerate(label_names):
+def _list_files(root: Path, label_names: list[str], passed: Counter[str]) -> list[tuple[str, Path]]:
+    rows = []
+    for label in label_names:
         others: Counter[str] = Counter()
-        found = image_files(root / label_name, others)
+        found = image_files(root / label, others)
         passed.update(others)
         if not found:
-            why = f" ({passed_over(root / label_name, others)})" if others else ""
-            raise InputError(f"{root / label_name} contains no images{why}: add some, or remove the class.")
-        paths += [Path(name) for name in found]
-        labels += [label] * len(found)
-    return FileImages(paths, labels)
+            why = f" ({passed_over(root / label, others)})" if others else ""
+            raise InputError(f"{root / label} contains no images{why}: add some, or remove the class.")
+        rows += [(label, Path(name)) for name in found]
+    return rows

@@ -1,8 +1,10 @@
 """Measures the accuracy and calibration of a network in each statistics mode."""
 
+import csv
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
@@ -20,16 +22,18 @@ from bkn_zoo.training.data import Runtime, evaluation_batches
 from bkn_zoo.training.datasets import Data, Images
 
 BINS = 15
+CLASS_COLUMNS = ("class", "images", "answers", "precision", "recall")
+# The share of correct answers with at least the probability `uncertain_below`
+RIGHT_ABOVE = 0.95
+# With fewer correct answers, what 95 % of them reach is unknown
+FEWEST_RIGHT = 20
+# An answer with this probability is never called uncertain
+SURE = 0.99
 
 
 def batch_size(device: torch.device) -> int:
     """Images to evaluate at a time: few on a CPU, which is nearly as fast, so that progress is visible."""
     return 16 if device.type == "cpu" else 500
-
-
-def evaluate(model: Any, batches: Iterable[Batch], modes: Sequence[str] = MODES) -> dict[str, dict[str, float]]:
-    """The result of `measure_accuracy` for each mode. The arguments are those of `compute_logits`."""
-    return measure_modes(*compute_logits(model, batches, modes))
 
 
 def measure_modes(logits: dict[str, Tensor], labels: Tensor) -> dict[str, dict[str, float]]:
@@ -49,13 +53,11 @@ def compute_logits(
     model: Any, batches: Iterable[Batch], modes: Sequence[str] = MODES,
     what: str | None = None, total: int | None = None,
 ) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
-    """The logits of all images for each mode, and their labels, by a network in evaluation mode or an engine.
+    """The logits of all images for each mode, and their labels, by a network or an engine.
 
-    If it refuses one of several modes for these images, that mode is left out with a warning. A bar shows `what`, if it
-    is not None, of `total` images.
+    If it refuses one of several modes for these images, that mode is left out with a warning.
     """
     network = model if isinstance(model, Network) else model.model
-    modes = tuple(dict.fromkeys(modes))  # each mode once
     logits: dict[str, list[Tensor]] = {mode: [] for mode in modes}
     labels = []
     with left_in_its_modes(network), bar(total, what, "image", lines=True) as done:
@@ -79,50 +81,49 @@ def compute_logits(
 
 def measure_accuracy(logits: Tensor, labels: Tensor) -> dict[str, float]:
     """Top-1 with its 95 % interval, top-5 (of more than five classes), calibration error, and mean cross entropy."""
-    best = logits.topk(min(5, logits.shape[1])).indices
-    hits = best == labels[:, None]
-    confidence = logits.softmax(1).amax(1)
+    hits = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
     top1 = hits[:, 0].float().mean().item()
-    low, high = wilson_interval(top1, len(labels))
+    # The interval of Wilson (1927).
+    z = NormalDist().inv_cdf(0.975) ** 2 / len(labels)
+    centre, half = (top1 + z / 2) / (1 + z), math.sqrt(z * top1 * (1 - top1) + z * z / 4) / (1 + z)
+    # Mean distance between confidence and accuracy over bins of equal width (Guo et al. 2017). NaN falls into any bin.
+    confidence = logits.softmax(1).amax(1)
+    gaps = torch.zeros(BINS, device=logits.device)
+    gaps.index_add_(0, (confidence * BINS).long().clamp(0, BINS - 1), confidence - hits[:, 0].to(confidence.dtype))
     losses = F.cross_entropy(logits, labels, reduction="none")
     return {
         "top1": 100 * top1,
-        "top1_low": 100 * low,
-        "top1_high": 100 * high,
+        "top1_low": 100 * max(centre - half, 0.0),
+        "top1_high": 100 * min(centre + half, 1.0),
         **({"top5": 100 * hits.any(1).float().mean().item()} if logits.shape[1] > 5 else {}),
-        "ece": 100 * calibration_error(confidence, hits[:, 0]),
+        "ece": 100 * (gaps.abs().sum() / len(labels)).item(),
         "loss": losses.mean().item(),
         "loss_error": losses.std(correction=0).item() / math.sqrt(len(labels)),
     }
 
 
-def wilson_interval(share: float, count: int) -> tuple[float, float]:
-    """The 95 % interval of a share that was measured on `count` images (Wilson 1927)."""
-    z = NormalDist().inv_cdf(0.975) ** 2 / count
-    centre = (share + z / 2) / (1 + z)
-    half = math.sqrt(z * share * (1 - share) + z * z / 4) / (1 + z)
-    return max(centre - half, 0.0), min(centre + half, 1.0)
+def measure_classes(logits: Tensor, labels: Tensor, names: Sequence[str]) -> list[dict[str, Any]]:
+    """For each class its images, the answers that name it, precision and recall in percent; None where undefined."""
+    answers = logits.argmax(1)
+    kinds = (labels, answers, labels[answers == labels])
+    counts = zip(names, *(kind.bincount(minlength=len(names)).tolist() for kind in kinds), strict=True)
+    rows = []
+    for name, images, given, right in counts:
+        shares = (round(100 * right / whole, 2) if whole else None for whole in (given, images))
+        rows.append(dict(zip(CLASS_COLUMNS, (name, images, given, *shares), strict=True)))
+    return rows
+
+
+def write_classes(path: Path, rows: list[dict[str, Any]]) -> None:
+    with path.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
+        writer = csv.DictWriter(file, CLASS_COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def show_top1(metrics: Mapping[str, float]) -> str:
     """Top-1 with its interval as text."""
     return f"{metrics['top1']:.2f} % (95 %: {metrics['top1_low']:.1f} to {metrics['top1_high']:.1f})"
-
-
-def calibration_error(confidence: Tensor, right: Tensor) -> float:
-    """Mean distance between confidence and accuracy over bins of equal width (Guo et al. 2017)."""
-    index = (confidence * BINS).long().clamp(0, BINS - 1)  # NaN becomes any integer, by the processor
-    gaps = torch.zeros(BINS, device=confidence.device)
-    gaps.index_add_(0, index, confidence - right.to(confidence.dtype))
-    return (gaps.abs().sum() / len(confidence)).item()
-
-
-# The share of correct answers with at least the probability `uncertain_below`
-RIGHT_ABOVE = 0.95
-# With fewer correct answers, what 95 % of them reach is unknown
-FEWEST_RIGHT = 20
-# An answer with this probability is never called uncertain
-SURE = 0.99
 
 
 def uncertain_below(logits: Tensor, labels: Tensor) -> float | None:

@@ -25,7 +25,7 @@ from bkn_zoo.norms.running import RunningNorm
 from bkn_zoo.progress import waiting
 from bkn_zoo.training.data import Runtime
 from bkn_zoo.training.datasets import Data
-from bkn_zoo.training.evaluation import logits_on, measure_modes, uncertain_below
+from bkn_zoo.training.evaluation import logits_on, measure_classes, measure_modes, uncertain_below, write_classes
 from bkn_zoo.training.loop import further_images
 from bkn_zoo.training.plan import TrainingPlan
 from bkn_zoo.training.recipes import Recipe
@@ -42,15 +42,10 @@ CLEAR = 2.0
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """The result of a training.
+    """The network with the stored weights, the record (results/runs/NAME.json) and the folder of the checkpoint."""
 
-    Attributes:
-        model: the network with the stored weights, in evaluation mode, on the device of the training.
-        record: the content of results/runs/NAME.json: recipe, accuracy, curve, command, hardware, versions.
-        folder: the folder of the checkpoint.
-    """
-
-    model: Network = field(repr=False)  # pages of text, like the record
+    # These are pages of text.
+    model: Network = field(repr=False)
     record: dict[str, Any] = field(repr=False)
     folder: Path
 
@@ -66,14 +61,10 @@ def finish_training(
     thresholds = {mode: uncertain_below(outputs, labels) for mode, outputs in logits.items()}
     split = "validation" if data.test is None else "test"
     facts = {
-        "name": plan.name,
-        "epochs": training.history[-1]["epoch"],
-        "kept_epoch": kept["epoch"],
-        "test_images": split,
-        "statistics_anew": anew,
-        "recipe": json.loads(json.dumps(dataclasses.asdict(recipe))),
+        "name": plan.name, "epochs": training.history[-1]["epoch"], "kept_epoch": kept["epoch"], "test_images": split,
+        "statistics_anew": anew, "recipe": json.loads(json.dumps(dataclasses.asdict(recipe))),
         **environment(recipe.seed),
-    }
+    }  # fmt: skip
     held_out = "of each class" if data.name == "folder" else "of all"  # so that `evaluate` can find them again
     save_pretrained(
         model.cpu(), plan.folder, label_names=data.label_names, preprocessing=data.preprocessing, card="",
@@ -84,23 +75,23 @@ def finish_training(
     stored = from_pretrained(plan.folder).to(runtime.device).to(memory_format=torch.channels_last)
     measured = validation
     if data.test is not None:
-        measured = measure_modes(
-            *logits_on(stored, data, data.test, runtime, "measuring the test images", runtime.modes)
-        )
+        logits, labels = logits_on(stored, data, data.test, runtime, "measuring the test images", runtime.modes)
+        measured = measure_modes(logits, labels)
+    classes = measure_classes(logits[best], labels, data.label_names)
     accuracy = {
-        mode: {name: round(metrics[name], 3) for name in ACCURACY if name in metrics}
-        for mode, metrics in measured.items()
+        mode: {name: round(found[name], 3) for name in ACCURACY if name in found} for mode, found in measured.items()
     }
     stored.config = add_accuracy(plan.folder, accuracy)
     record = facts | {
         "model": recipe.model, "norm": norm_of(recipe.model), "dataset": recipe.dataset,
         "gradient_batch": recipe.gradient_batch, "statistics_batch": recipe.statistics_batch_size, "seed": recipe.seed,
         "seconds": training.seconds, "chosen_statistics": best, "validation": validation, "curve": training.history,
-        "data_sha256": training.fingerprint, "test": measured,
+        "data_sha256": training.fingerprint, "test": measured, "classes": classes,
     }  # fmt: skip
     address = address_of(plan.folder)
     write_card(plan.folder, checkpoint_card(stored.config, plan.name, record, address=address, license=plan.license))
     plan.record.write_text(json.dumps(record, indent=1) + "\n")
+    write_classes(plan.output / "classes.csv", classes)
     with waiting("drawing curves.png"):
         draw_curves(plan.output / "curves.png", training.history, kept["epoch"], plan.name)
     drop_state(training, recipe, plan.output)
@@ -112,10 +103,10 @@ def _with_better_statistics(
 ) -> tuple[Network, dict[str, Tensor], Tensor, bool]:
     """The network to keep, its logits of the validation images in each mode, labels, and whether it was recalibrated.
 
-    The running averages of averaged weights are averaged, too, and describe older weights. A copy with recomputed
-    statistics is kept if it is better on the validation images.
+    The running averages of averaged weights are averaged, too, and describe older weights.
     """
-    with torch.no_grad():  # measured as it is stored
+    # It is measured as it is stored.
+    with torch.no_grad():
         for tensor in model.state_dict().values():
             tensor.copy_(tensor.to(stored_dtype(tensor)))
     what = "measuring the validation images"
@@ -125,7 +116,7 @@ def _with_better_statistics(
     if recipe.ema and not recipe.freeze and norms and not any(isinstance(norm, BatchRenorm2d) for norm in norms):
         copied = copy.deepcopy(model)
         with autocast(recipe, runtime.device), waiting("computing the statistics of the averaged weights"):
-            recalibrate(copied, further_images(recipe, data, runtime.device, STATISTICS_BATCHES, runtime.workers))
+            recalibrate(copied, further_images(recipe, data, runtime, STATISTICS_BATCHES))
         others, labels = logits_on(copied, data, data.validation, runtime, what, runtime.modes)
         if best_top1(others, labels) > best_top1(logits, labels):
             return copied, others, labels, True
@@ -161,23 +152,22 @@ def draw_curves(path: Path, history: list[dict[str, Any]], kept: int, title: str
         return
     epochs = [line["epoch"] for line in history]
     figure = Figure(figsize=(10, 4), layout="constrained")
-    figure.suptitle(title)
+    figure.suptitle(f"{title} (dotted: epoch {kept}, whose weights are kept)")
     left, right = figure.subplots(1, 2)
     # The loss of epoch 0, a classifier alone, is without augmentation and smoothing: it does not compare.
     losses = [line["loss"] if line["epoch"] > 0 else math.nan for line in history]
     left.plot(epochs, losses, "o-", color="black", markersize=4, label="training")
     left.plot(epochs, [validation_loss(line) for line in history], "o--", color="C3", markersize=4, label="validation")
-    left.set(ylabel="loss")
-    left.legend(loc="upper right")
     for mode in history[-1]["validation"]:
-        lines = [line["validation"].get(mode, {}) for line in history]  # states of earlier versions have more modes
+        # States of earlier versions have more modes.
+        lines = [line["validation"].get(mode, {}) for line in history]
         top1, low, high = ([line.get(name, math.nan) for line in lines] for name in ("top1", "top1_low", "top1_high"))
         right.plot(epochs, top1, "o-", markersize=4, label=mode)
         right.fill_between(epochs, low, high, alpha=0.1)
-    right.set(ylabel="validation top-1 (%), with 95 % intervals", ylim=(0, 104))
-    right.legend(loc="lower right")
-    for axes in (left, right):
+    right.set(ylim=(0, 104))
+    for axes, what in ((left, "loss"), (right, "validation top-1 (%), with 95 % intervals")):
         axes.axvline(kept, color="grey", linestyle=":")
-        axes.set(xlabel=f"epoch (dotted: {kept}, whose weights are kept)")
+        axes.set(xlabel="epoch", ylabel=what)
+        axes.legend()
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)

@@ -15,27 +15,23 @@ class Stopped(SystemExit):
         self.number = number
 
 
-class Interruption:
-    """Records SIGINT and SIGTERM until the current step is done. A second SIGINT acts at once."""
+@contextmanager
+def noted(quiet: bool = False) -> Iterator[list[int]]:
+    """Yields a list to which SIGINT and SIGTERM are added, so that the current step is done. A second SIGINT acts."""
+    received: list[int] = []
+    earlier = signal.getsignal(signal.SIGINT)
+    at_once = earlier if callable(earlier) else signal.default_int_handler
 
-    def __init__(self, quiet: bool = False) -> None:
-        self.quiet = quiet
-        self.received = 0  # the signal
-
-    def note(self, number: int, frame: Any) -> None:
-        if number == signal.SIGINT and self.received == signal.SIGINT:
-            self.before(number, frame)
-        self.received = number
-        if number == signal.SIGINT and not self.quiet:
+    def note(number: int, frame: Any) -> None:
+        if number == signal.SIGINT and received[-1:] == [signal.SIGINT]:
+            at_once(number, frame)
+        received.append(number)
+        if number == signal.SIGINT and not quiet:
             with suppress(OSError):  # not print, because the signal may have interrupted a print
                 os.write(2, b"\nstopping after this step or validation; press Ctrl-C again to stop at once\n")
 
-    @contextmanager
-    def awaited(self) -> Iterator[None]:
-        earlier = signal.getsignal(signal.SIGINT)
-        self.before = earlier if callable(earlier) else signal.default_int_handler
-        with handled(self.note, signal.SIGINT, signal.SIGTERM):
-            yield
+    with handled(note, signal.SIGINT, signal.SIGTERM):
+        yield received
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,12 @@ from tqdm import tqdm
 
 from bkn_zoo.checkpoints.provenance import processes
 from bkn_zoo.errors import InputError, NonFiniteLossError, counted
-from bkn_zoo.progress import EVERY, has_screen
+from bkn_zoo.progress import bar
 from bkn_zoo.training.augmentation import Batch
 from bkn_zoo.training.data import Runtime, training_batches
-from bkn_zoo.training.datasets import Data, FileImages
+from bkn_zoo.training.datasets import Data, FileImages, class_weights
 from bkn_zoo.training.evaluation import logits_on, measure_modes, show_top1
-from bkn_zoo.training.interruption import Interruption, Stopped
+from bkn_zoo.training.interruption import Stopped, noted
 from bkn_zoo.training.recipes import Recipe
 from bkn_zoo.training.state import REMEDY, Training, best_mode, kept_line, save_state, validation_loss, write_log
 from bkn_zoo.training.step import autocast, learning_rate, make_step
@@ -33,9 +34,8 @@ def fit(
 ) -> None:  # fmt: skip
     """Train to the end of the recipe, from the current step of `training`.
 
-    Each epoch adds a line to log.jsonl and to `training.history`. The state is saved before the first step, after the
-    first and the last epoch, after other epochs if the last save was half a minute ago, every `save_minutes`, and on
-    SIGINT or SIGTERM, which then raise `Stopped`. A second SIGINT raises KeyboardInterrupt at once.
+    The state is saved before the first step, after the first and the last epoch, after others if the last save was half
+    a minute ago, every `save_minutes`, and on SIGINT or SIGTERM, which then raise `Stopped`; a second SIGINT at once.
     """
     local_batch(recipe, data)
     steps = len(data.train) // recipe.gradient_batch * recipe.epochs
@@ -43,15 +43,17 @@ def fit(
         raise InputError("epochs is 0, which only fine-tuning supports: choose at least 1.")
     training.finished = training.finished or not steps
     runtime = runtime._replace(quiet=runtime.quiet or _rank() > 0)
-    step = make_step(training, recipe, runtime.device)
-    saves = _Saves(training, recipe, folder, save_minutes, steps)
-    progress = _Progress(training, recipe, steps, runtime.quiet)
-    with saves.interruption.awaited(), progress.bar:
+    weights = class_weights(data).to(runtime.device) if recipe.balance else None
+    step = make_step(training, recipe, runtime.device, weights)
+    shown = bar(steps - training.step, None if runtime.quiet else "training", "step", lines=True)
+    with noted(runtime.quiet) as signals, shown as done, _tensorboard(folder, runtime.log) as writer:
+        saves = _Saves(training, recipe, folder, save_minutes, steps, signals)
         if _rank() == 0:
             write_log(training.history, folder)  # without the lines of epochs that will be repeated
             save_state(training, recipe, folder)
+            _write_scalars(writer, training.history)
         while training.step < steps and not training.finished:
-            line = _train_epoch(training, recipe, data, runtime, step, saves, progress)
+            line = _train_epoch(training, recipe, data, runtime, step, saves, done)
             with autocast(recipe, runtime.device):
                 line["validation"] = validate_epoch(training, recipe, data, runtime)
             training.seconds = saves.elapsed()
@@ -61,10 +63,15 @@ def fit(
                 training.keep_weights()
             if _rank() == 0:
                 write_log(training.history, folder)
-            tired = largest_of_all(int(_is_tired(training, recipe, steps)))
-            training.finished = training.step == steps or bool(tired)
-            progress.after_epoch(line)
-            saves.after_epoch()
+                _write_scalars(writer, [line])
+            # The classifier's first phase, epoch 0, does not count.
+            lowest = min((earlier for earlier in training.history if earlier["epoch"] > 0), key=validation_loss)
+            tired = recipe.patience is not None and line["epoch"] - lowest["epoch"] >= recipe.patience
+            late = training.step >= max(recipe.warmup, 0.5) * steps
+            training.finished = training.step == steps or bool(largest_of_all(int(tired and late)))
+            if not runtime.quiet:
+                _report_epoch(training, recipe, steps)
+            saves.if_due([], training.finished or len(training.history) == 1)
 
 
 def validate_epoch(training: Training, recipe: Recipe, data: Data, runtime: Runtime) -> dict[str, dict[str, float]]:
@@ -76,17 +83,9 @@ def validate_epoch(training: Training, recipe: Recipe, data: Data, runtime: Runt
     return measure_modes(*logits_on(training.result, data, data.validation, runtime, "validation", [mode]))
 
 
-def _is_tired(training: Training, recipe: Recipe, steps: int) -> bool:
-    """Whether the patience is used up. The classifier's first phase, epoch 0, does not count."""
-    if recipe.patience is None or training.step < max(recipe.warmup, 0.5) * steps:
-        return False
-    lowest = min((line for line in training.history if line["epoch"] > 0), key=validation_loss)
-    return training.history[-1]["epoch"] - lowest["epoch"] >= recipe.patience
-
-
 def _train_epoch(
     training: Training, recipe: Recipe, data: Data, runtime: Runtime, step: Callable[[Batch], Tensor],
-    saves: "_Saves", progress: "_Progress",
+    saves: "_Saves", done: Callable[..., None],
 ) -> dict[str, Any]:  # fmt: skip
     """Run the remaining steps of the epoch. Returns the beginning of its line in the log."""
     per_epoch = saves.steps // recipe.epochs
@@ -95,6 +94,8 @@ def _train_epoch(
     spent = training.seconds - sum(line["seconds"] for line in training.history) if losses else 0.0
     started = time.monotonic() - spent
     share = local_batch(recipe, data)
+    # Showing a loss waits for the device.
+    often, note = min(50, max(per_epoch // 4, 1)), ""
     for batch in training_batches(
         _at_training_size(data, recipe), share, epoch, recipe.seed, recipe.augmentation, runtime.device,
         skip, _rank(), processes(), runtime.workers,
@@ -103,9 +104,11 @@ def _train_epoch(
             group["lr"].fill_(learning_rate(recipe, training.step, saves.steps) * group["scale"])
         losses.append(step(batch))
         training.step += 1
-        progress.after_step(losses)
+        if len(losses) % often == 0:
+            note = f"loss {mean_losses(losses, training.step).mean():.3f}"
+        done(1, note)
         if training.step % per_epoch:  # after the last step of an epoch, save only with its line in the history
-            saves.within_epoch(losses)
+            saves.if_due(losses)
     line: dict[str, Any] = {"epoch": epoch + 1, "step": training.step}
     line["loss"] = mean_losses(losses, training.step).mean().item()
     line["images_per_s"] = recipe.gradient_batch * len(losses) / (time.monotonic() - started)
@@ -118,31 +121,27 @@ def _train_epoch(
 class _Saves:
     """Decides when the state is saved and whether the training stops, for all processes together."""
 
-    def __init__(self, training: Training, recipe: Recipe, folder: Path, minutes: float, steps: int) -> None:
-        self.training, self.recipe, self.folder, self.steps = training, recipe, folder, steps
-        self.patience = 60 * minutes
-        self.interruption = Interruption(quiet=_rank() > 0)
-        self.last = time.monotonic()
-        self.begun = self.last - training.seconds  # includes the time before an interruption
+    def __init__(
+        self, training: Training, recipe: Recipe, folder: Path, minutes: float, steps: int, signals: list[int]
+    ) -> None:  # fmt: skip
+        self.training, self.recipe, self.folder, self.steps, self.signals = training, recipe, folder, steps, signals
+        self.patience, self.last = 60 * minutes, time.monotonic()
+        # The time before an interruption counts, too.
+        self.begun = self.last - training.seconds
 
     def elapsed(self) -> float:
         return time.monotonic() - self.begun
 
-    def within_epoch(self, losses: list[Tensor]) -> None:
-        if wish := self._wish(self.patience):
+    def if_due(self, losses: list[Tensor], due: bool = False) -> None:
+        """Save after a step, with the losses of its epoch so far, or after an epoch, with none; then stop if asked."""
+        patience = self.patience if losses else min(EPOCH_SECONDS, self.patience)
+        # Clocks and signals differ between processes, so they agree: 1 means save, more is the signal to stop for.
+        own = self.signals[-1] if self.signals else int(due or time.monotonic() - self.last > patience)
+        wish = largest_of_all(own)
+        if not wish:
+            return
+        if losses:
             self.training.losses, self.training.seconds = mean_losses(losses, self.training.step), self.elapsed()
-            self._save(wish)
-
-    def after_epoch(self) -> None:
-        due = self.training.finished or len(self.training.history) == 1
-        if wish := self._wish(min(EPOCH_SECONDS, self.patience), due):
-            self._save(wish)
-
-    def _wish(self, patience: float, due: bool = False) -> int:
-        """1 means save, more is the signal to stop for. Clocks and signals differ between processes, so they agree."""
-        return largest_of_all(self.interruption.received or int(due or time.monotonic() - self.last > patience))
-
-    def _save(self, wish: int) -> None:
         if _rank() == 0:
             save_state(self.training, self.recipe, self.folder)
         self.last = time.monotonic()
@@ -150,59 +149,47 @@ class _Saves:
             raise Stopped(wish, f"stopped at step {self.training.step} of {self.steps}; continue with --resume")
 
 
-class _Progress:
-    """Shows steps, losses and the time left: as a bar or, without a terminal, as a line every half minute."""
+def _tensorboard(folder: Path, log: str | None) -> AbstractContextManager[Any]:
+    """A writer for TensorBoard, which replaces what is in the folder; or None without a logger."""
+    if not log or _rank() > 0:
+        return nullcontext()
+    from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, training: Training, recipe: Recipe, steps: int, quiet: bool) -> None:
-        self.training, self.recipe, self.steps, self.quiet = training, recipe, steps, quiet
-        self.often = min(50, max(steps // max(recipe.epochs, 1) // 4, 1))  # showing a loss waits for the device
-        self.start, self.loss = training.step, ""
-        self.begun = self.told = time.monotonic()
-        # None disables the bar without a terminal.
-        self.bar = tqdm(total=steps, initial=training.step, unit="step", disable=True if quiet else None)
+    return SummaryWriter(folder / "tensorboard", purge_step=0)
 
-    def _write(self, line: str) -> None:
-        if not self.quiet:
-            self.bar.write(line)
 
-    def after_step(self, losses: list[Tensor]) -> None:
-        self.bar.update()
-        step, now = self.training.step, time.monotonic()
-        if len(losses) % self.often == 0:
-            self.loss = f"loss {mean_losses(losses, step).mean():.3f}"
-            self.bar.set_postfix_str(self.loss)
-        if not has_screen() and now > self.told + EVERY:
-            left = tqdm.format_interval((now - self.begun) * (self.steps - step) / (step - self.start))
-            self._write(f"step {step} of {self.steps}, {self.loss or 'first losses'}, about {left} to go")
-            self.told = now
+def _write_scalars(writer: Any, lines: list[dict[str, Any]]) -> None:
+    for line in lines if writer else ():
+        values = {name: line[name] for name in ("loss", "images_per_s") if line[name] is not None}
+        for mode, metrics in line["validation"].items():
+            values |= {f"validation/{mode}/{name}": value for name, value in metrics.items()}
+        for name, value in values.items():
+            writer.add_scalar(name, value, line["epoch"])
 
-    def after_epoch(self, line: dict[str, Any]) -> None:
-        """Print the line of an epoch, and at the end of the training which weights are kept."""
-        training, recipe = self.training, self.recipe
-        metrics = line["validation"][best_mode(line["validation"])]
-        kept = kept_line(training.history, recipe)
-        note = ", kept so far" if recipe.keep == "best" and kept is line else ""
-        losses = f"loss {line['loss']:.4g}, validation loss {validation_loss(line):.4g}"
-        self._write(f"epoch {line['epoch']} of {recipe.epochs}: {losses}, top-1 {show_top1(metrics)}{note}")
-        if training.finished and training.step < self.steps:
-            epochs = counted(recipe.patience or 0, "epoch")
-            self._write(f"stopped: the validation loss has not fallen for {epochs} (--patience {recipe.patience})")
-        if training.finished and training.best is not None:
-            self._write(f"the weights of epoch {kept['epoch']} are kept")
+
+def _report_epoch(training: Training, recipe: Recipe, steps: int) -> None:
+    """Print the last line of the history, and at the end of the training which weights are kept."""
+    line, kept = training.history[-1], kept_line(training.history, recipe)
+    note = ", kept so far" if recipe.keep == "best" and kept is line else ""
+    losses = f"loss {line['loss']:.4g}, validation loss {validation_loss(line):.4g}"
+    top1 = show_top1(line["validation"][best_mode(line["validation"])])
+    tqdm.write(f"epoch {line['epoch']} of {recipe.epochs}: {losses}, top-1 {top1}{note}")
+    if training.finished and training.step < steps:
+        epochs = counted(recipe.patience or 0, "epoch")
+        tqdm.write(f"stopped: the validation loss has not fallen for {epochs} (--patience {recipe.patience})")
+    if training.finished and training.best is not None:
+        tqdm.write(f"the weights of epoch {kept['epoch']} are kept")
 
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def further_images(
-    recipe: Recipe, data: Data, device: torch.device, batches: int, workers: int = 0
-) -> Iterator[Tensor]:  # fmt: skip
+def further_images(recipe: Recipe, data: Data, runtime: Runtime, batches: int) -> Iterator[Tensor]:
     """Images of one more epoch, in passes as in training, of at most this many gradient batches."""
-    batch = images_at_a_time(recipe)
-    more = training_batches(
-        _at_training_size(data, recipe), batch, recipe.epochs, recipe.seed, recipe.augmentation, device, workers=workers
-    )
+    batch, sized = images_at_a_time(recipe), _at_training_size(data, recipe)
+    numbers = batch, recipe.epochs, recipe.seed
+    more = training_batches(sized, *numbers, recipe.augmentation, runtime.device, workers=runtime.workers)
     for images, _ in islice(more, batches * recipe.gradient_batch // batch):
         yield images.contiguous(memory_format=torch.channels_last)
 
@@ -229,21 +216,15 @@ def largest_of_all(number: int) -> int:
 
 def local_batch(recipe: Recipe, data: Data) -> int:
     """The images of each process per step; an error if they cannot be split as the recipe says."""
-    if len(data.train) < recipe.gradient_batch:
-        raise InputError(
-            f"{len(data.train)} training images do not fill a batch of {recipe.gradient_batch}: choose a smaller one."
-        )
-    ranks = processes()
-    local, rest = divmod(recipe.gradient_batch, ranks)
+    batch, micro, ranks = recipe.gradient_batch, recipe.micro_batch, processes()
+    if len(data.train) < batch:
+        raise InputError(f"{len(data.train)} training images do not fill a batch of {batch}: choose a smaller one.")
+    local, rest = divmod(batch, ranks)
     if rest:
-        raise InputError(
-            f"a gradient batch of {recipe.gradient_batch} cannot be divided among {ranks} processes: choose a multiple."
-        )
-    if local % (recipe.micro_batch or local):
-        raise InputError(
-            f"a batch of {counted(local, 'image')} per process cannot be split into micro-batches of "
-            f"{recipe.micro_batch}: use a divisor."
-        )
+        raise InputError(f"a gradient batch of {batch} cannot be divided among {ranks} processes: choose a multiple.")
+    if local % (micro or local):
+        told = f"a batch of {counted(local, 'image')} per process cannot be split into micro-batches of {micro}"
+        raise InputError(f"{told}: use a divisor.")
     return local
 
 

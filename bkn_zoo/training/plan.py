@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,11 +49,6 @@ class Origin(NamedTuple):
     config: Config | None
     preprocessing: Preprocessing | None
 
-    @property
-    def key(self) -> str:
-        """An identifier that does not depend on the working directory."""
-        return str(Path(self.init).resolve()) if Path(self.init).exists() else self.init
-
     def fields(self, model: str | None) -> dict[str, Any]:
         """The fields of the recipe that the start decides, given the `model` that the caller named."""
         config = self.config
@@ -84,11 +80,8 @@ def find_origin(init: str) -> Origin:
 class TrainingPlan:
     """A training that `bkn_zoo.training.run.carry_out` can start. Other fields are arguments of `bkn_zoo.train`.
 
-    Attributes:
-        recipe: the recipe with all overrides; `given` are those of the caller.
-        fine_tuning: whether there was no recipe, so that the number of images determines some fields.
-        source: the start of the weights; None for new weights.
-        quiet: whether nothing is printed; only the first of several processes prints.
+    `given` are overrides by the caller, which `recipe` contains. With `fine_tuning` there was no recipe, so the number
+    of images determines some fields. `source` is the start of the weights; None for new ones.
     """
 
     recipe: Recipe
@@ -105,6 +98,8 @@ class TrainingPlan:
     quiet: bool = False
     license: str | None = None
     statistics: Sequence[str] = MODES
+    labels: Path | None = None
+    log: str | None = None
 
     @property
     def folder(self) -> Path:
@@ -136,24 +131,28 @@ def plan_training(
     device: Any = None,
     quiet: bool = False,
     license: str | None = None,
+    labels: str | os.PathLike[str] | None = None,
+    log: str | None = None,
     **options: Any,
 ) -> TrainingPlan:
     """Read the recipe, find the start, and choose name and folders. Nothing is written.
 
-    Args:
-        recipe: None to use `FINE_TUNING` as the recipe, or `FROM_SCRATCH` if only a model is given.
-        overrides: fields of the recipe; nested fields by dotted names, or as dictionaries.
-        options: further fields of `TrainingPlan`.
+    Without a recipe, `FINE_TUNING` or, if only a model is given, `FROM_SCRATCH` has the fields. `overrides` of nested
+    fields have dotted names or are dictionaries. `options` are further fields of `TrainingPlan`.
     """
     check_license(license)
+    if log not in (None, "tensorboard"):
+        raise InputError(f"the logger {log!r} is unknown: choose tensorboard.")
+    if log and find_spec(log) is None:
+        raise InputError(f"{log} is not installed: run pip install {log}, or omit --log.")
     given = renamed(_flat(overrides))
     if recipe is None and init is None and "model" not in given:
         try:
             init = default_checkpoint()
         except CheckpointError:
+            start = "add --checkpoint NAME (or a folder, or owner/repo on the Hub) to start from"
             raise InputError(
-                "there is nothing to train: add --checkpoint NAME (or a folder, or owner/repo on the Hub) to start "
-                "from, --model NAME for new weights, or a recipe."
+                f"there is nothing to train: {start}, --model NAME for new weights, or a recipe."
             ) from None
     source = None if init is None else find_origin(os.fspath(init))
     path = None
@@ -165,17 +164,20 @@ def plan_training(
         fields = FINE_TUNING | source.fields(given.get("model")) if source else FROM_SCRATCH
     chosen = read_recipe(path, fields | given)
     root = Path(data)
-    name = name or _derived_name(path, root, given, chosen)
+    if not name:
+        # The overrides are part of it, so that a variant does not replace the original run.
+        told = (item for item in sorted(given.items()) if path is not None or item[0] != "model")
+        base = f"{chosen.model}.{root.resolve().name}" if path is None else path.stem
+        name = re.sub(r"[^\w.-]+", "_", base + "".join(f"-{field}_{value}" for field, value in told))
     if not NAME.fullmatch(name) or name == "results":
-        raise InputError(
-            f"{name!r} is not a valid name of a run: use letters, digits and -_.=, begin with a letter or digit, "
-            "and do not use results."
-        )
+        rules = "use letters, digits and -_.=, begin with a letter or digit, and do not use results"
+        raise InputError(f"{name!r} is not a valid name of a run: {rules}.")
     folder = Path("runs") / name if output is None else Path(output)
     return TrainingPlan(
         chosen, given, recipe is None, source, root, name, folder,
         results=folder / "results" / "runs" if results is None else Path(results),
-        device="auto" if device is None else str(device), quiet=quiet or not speaks(), license=license, **options,
+        device="auto" if device is None else str(device), quiet=quiet or not speaks(), license=license,
+        labels=None if labels is None else Path(labels), log=log, **options,
     )  # fmt: skip
 
 
@@ -186,15 +188,15 @@ def adapted(
 
     Fields in `given` stay as they are. The classifier of a frozen network needs no epochs: it is fitted before them.
     """
-    batch = min(recipe.gradient_batch, 1 << images.bit_length() - 1)
-    batch = recipe.gradient_batch if "gradient_batch" in given else batch
-    fields: dict[str, Any] = {"gradient_batch": batch}
+    batch, group = recipe.gradient_batch, recipe.statistics_batch_size
+    batch = batch if "gradient_batch" in given else min(batch, 1 << images.bit_length() - 1)
     least, most = ENOUGH_STEPS["pretrained" if pretrained else "new"]
-    enough = math.ceil(least / max(images // batch, 1))
-    fields["freeze"] = CPU_FREEZE if cpu and pretrained else recipe.freeze
-    fields["epochs"] = 0 if recipe.freeze is True and pretrained else max(recipe.epochs, min(enough, most))
-    if recipe.statistics_batch_size is not None:
-        fields["statistics_batch_size"] = math.gcd(recipe.statistics_batch_size, batch)
+    epochs = max(recipe.epochs, min(math.ceil(least / max(images // batch, 1)), most))
+    fields: dict[str, Any] = {
+        "gradient_batch": batch, "statistics_batch_size": group and math.gcd(group, batch),
+        "freeze": CPU_FREEZE if cpu and pretrained else recipe.freeze,
+        "epochs": 0 if recipe.freeze is True and pretrained else epochs,
+    }  # fmt: skip
     return dataclasses.replace(recipe, **{name: value for name, value in fields.items() if name not in given})
 
 
@@ -204,10 +206,3 @@ def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in fields.items():
         flat |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
     return flat
-
-
-def _derived_name(path: Path | None, data: Path, given: Mapping[str, Any], recipe: Recipe) -> str:
-    """A name that contains the overrides, so that a variant does not replace the original run."""
-    name = f"{recipe.model}.{data.resolve().name}" if path is None else path.stem
-    told = (item for item in sorted(given.items()) if path is not None or item[0] != "model")
-    return re.sub(r"[^\w.-]+", "_", name + "".join(f"-{field}_{value}" for field, value in told))

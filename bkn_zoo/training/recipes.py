@@ -34,6 +34,7 @@ class Augmentation:
         erase: side of a square that is blanked, as a share of the image's side
         mixup: alpha of its Beta distribution; with cutmix, each is used for half of the batches
         cutmix: alpha of its Beta distribution
+        policy: RandAugment or TrivialAugment (wide) of torchvision, before all of the above; None is neither
     """
 
     crop: Annotated[float, Rule(lambda value: 0 <= value <= 0.5, "a number from 0 to 0.5, half of the side")] = 0.0
@@ -44,6 +45,7 @@ class Augmentation:
     erase: Annotated[float, Rule(lambda value: 0 <= value < 1, "a number of at least 0 and below 1")] = 0.0
     mixup: Amount = 0.0
     cutmix: Amount = 0.0
+    policy: Annotated[str, one_of("randaugment", "trivialaugment")] | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, "augmentation.")
@@ -75,6 +77,7 @@ class Recipe:
         schedule: how the learning rate falls after the warm-up: linearly or by a cosine
         warmup: share of the steps in which the learning rate rises
         label_smoothing: share of the target that is spread over all classes
+        balance: weigh images in the loss so that all classes count the same, however many images they have
         ema: decay per step of averaged weights, which are evaluated and saved; 0 is none
         kalman_lr: learning rate of the transition A, process noise R and gain q, relative to the others'
         clip: largest norm of the gradient; 0 is no limit
@@ -107,6 +110,7 @@ class Recipe:
     schedule: Annotated[str, one_of("one_cycle", "cosine")] = "one_cycle"
     warmup: Annotated[float, Rule(lambda value: 0 <= value <= 1, "a share of the steps, 0 to 1")] = 0.2
     label_smoothing: BelowOne = 0.0
+    balance: bool = False
     ema: BelowOne = 0.0
     kalman_lr: Amount = 1.0
     clip: Amount = 0.0
@@ -137,19 +141,15 @@ def find_recipe(recipe: str | os.PathLike[str]) -> Path:
 
 
 def read_recipe(path: str | Path | None, overrides: dict[str, Any] | None = None) -> Recipe:
-    """A recipe from its file, with `overrides` (augmentation's and norm_options' by dotted names) on top.
-
-    In both, `statistics_batch` is the earlier name of `statistics_batch_size`.
-    """
+    """A recipe from its file, with `overrides` (augmentation's and norm_options' by dotted names) on top."""
     fields: dict[str, Any] = {}
     if path is not None:
         try:
             fields = tomllib.loads(Path(path).read_text())
         except OSError as error:
             close = did_you_mean(Path(path).stem, (file.stem for file in SOURCE_TREE.glob("*.toml")))
-            raise InputError(
-                f"{path} cannot be read ({error.strerror}): pass a recipe file, or the name of one in recipes/{close}."
-            ) from None
+            remedy = f"pass a recipe file, or the name of one in recipes/{close}"
+            raise InputError(f"{path} cannot be read ({error.strerror}): {remedy}.") from None
         except ValueError as error:  # invalid TOML or UTF-8
             raise InputError(f"{path} is not a recipe: {error}.") from None
     fields = renamed(fields)

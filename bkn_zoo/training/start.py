@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from bkn_zoo.errors import InputError
 from bkn_zoo.models import Network
 from bkn_zoo.progress import waiting
 from bkn_zoo.training.data import Runtime
-from bkn_zoo.training.datasets import Data, Images, fingerprint
+from bkn_zoo.training.datasets import Data, Images, class_weights, fingerprint
 from bkn_zoo.training.evaluation import logits_on, measure_accuracy, show_top1
 from bkn_zoo.training.loop import validate_epoch
 from bkn_zoo.training.plan import TrainingPlan
@@ -34,9 +35,11 @@ def start(plan: TrainingPlan, recipe: Recipe, data: Data, device: torch.device) 
     source = plan.source
     with waiting(f"preparing {recipe.model}"):
         training = begin(recipe, first_network(recipe, source and source.init, data.label_names), device)
-    training.fingerprint = fingerprint(data, plan.data)
-    training.init = source and source.key
-    p = (source and source.preprocessing) or data.preprocessing  # that of its weights, with the recipe's size
+    training.fingerprint = fingerprint(data, plan.data, listed=plan.labels is not None)
+    # It must not depend on the working directory.
+    training.init = source and (str(Path(source.init).resolve()) if Path(source.init).exists() else source.init)
+    # That of its weights, with the recipe's size.
+    p = (source and source.preprocessing) or data.preprocessing
     looks: dict[str, Any] = {"mean": p.mean, "std": p.std, "interpolation": p.interpolation}
     training.preprocessing = dataclasses.replace(data.preprocessing, **looks)
     return training
@@ -61,9 +64,8 @@ def first_network(recipe: Recipe, init: str | None, label_names: list[str]) -> N
     except RuntimeError:  # a tensor has another shape
         missing, extra = [], list(weights)
     if extra or set(missing) - fresh:
-        raise InputError(
-            f"{init} is a {source.name}, whose weights do not fit {recipe.model}: use the same model and options."
-        )
+        told = f"{init} is a {source.name}, whose weights do not fit {recipe.model}"
+        raise InputError(f"{told}: use the same model and options.")
     return model
 
 
@@ -72,14 +74,10 @@ def _classifier_names(source: Network, model: Network) -> set[str]:
     if source.num_classes == model.num_classes:
         last = {id(tensor) for tensor in classifier(model).parameters()}
         return {name for name, tensor in model.named_parameters() if id(tensor) in last}
-    own = model.state_dict()
-    return {
-        name
-        for name, tensor in source.state_dict().items()
-        if name in own
-        and (tensor.shape[:1], own[name].shape[:1]) == ((source.num_classes,), (model.num_classes,))
-        and tensor.shape[1:] == own[name].shape[1:]
-    }
+    own, ours = model.state_dict(), [model.num_classes]
+    theirs = {name: list(tensor.shape) for name, tensor in source.state_dict().items() if name in own}
+    sized = {name: ours + shape[1:] for name, shape in theirs.items() if shape[:1] == [source.num_classes]}
+    return {name for name, shape in sized.items() if list(own[name].shape) == shape}
 
 
 def start_classifier(training: Training, recipe: Recipe, data: Data, runtime: Runtime, keep: bool = False) -> None:
@@ -89,12 +87,12 @@ def start_classifier(training: Training, recipe: Recipe, data: Data, runtime: Ru
     line: dict[str, Any] = {"epoch": 0, "step": 0, "loss": None, "images_per_s": 0.0}
     with autocast(recipe, runtime.device):
         if isinstance(layer, nn.Linear) and not keep:
-            train, validation = (
-                _features(training.model, layer, data, images, runtime) for images in (data.train, data.validation)
-            )
+            both = (data.train, data.validation)
+            train, validation = (_features(training.model, data, images, runtime) for images in both)
             line["images_per_s"] = (len(data.train) + len(data.validation)) / (time.monotonic() - started)
             with torch.autocast(runtime.device.type, enabled=False), torch.no_grad():
-                weight, bias, line["loss"] = fit_classifier(layer, train, validation)
+                weights = class_weights(data).to(runtime.device) if recipe.balance else None
+                weight, bias, line["loss"] = fit_classifier(layer, train, validation, weights)
                 for network in (training.model, training.result):  # the same network, unless weights are averaged
                     last: Any = classifier(network)
                     last.weight.copy_(weight)
@@ -114,24 +112,21 @@ def start_classifier(training: Training, recipe: Recipe, data: Data, runtime: Ru
         print(f"classifier on the frozen network: {told}{done}", flush=True)
 
 
-def _features(
-    model: Network, layer: nn.Module, data: Data, images: Images, runtime: Runtime
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _features(model: Network, data: Data, images: Images, runtime: Runtime) -> tuple[Tensor, Tensor]:
     """The inputs of the classifier, and the labels."""
     features: list[Tensor] = []
-    hook = layer.register_forward_pre_hook(lambda _, inputs: features.append(inputs[0].float()))
-    what, modes = "features of the frozen network", [model.default_statistics]
-    _, labels = logits_on(model, data, images, runtime, what, modes)
+    hook = classifier(model).register_forward_pre_hook(lambda _, inputs: features.append(inputs[0].float()))
+    _, labels = logits_on(model, data, images, runtime, "features of the frozen network", [model.default_statistics])
     hook.remove()
-    return torch.cat(features), labels.clone()  # not tensors of inference mode, because these have no gradients
+    # Copies, because tensors of inference mode have no gradients.
+    return torch.cat(features), labels.clone()
 
 
 def fit_classifier(
-    start: nn.Linear, train: tuple[Tensor, Tensor], validation: tuple[Tensor, Tensor]
+    start: nn.Linear, train: tuple[Tensor, Tensor], validation: tuple[Tensor, Tensor], weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor, float]:
-    """Weights, bias and training loss of the logistic regression with the lowest loss on the validation images."""
-    # One scale for all features: a feature that hardly varies here may vary in other images, and must not get a large
-    # weight.
+    """Weights, bias and loss of the logistic regression, with `weights` of classes, that is best in validation."""
+    # One scale for all: a feature that hardly varies here may vary in other images, and must not get a large weight.
     mean, std = train[0].mean(0), train[0].std(0).mean().clamp_min(1e-6)
     found = []
     for decay in DECAYS:
@@ -139,7 +134,7 @@ def fit_classifier(
         with torch.no_grad():
             layer.weight.copy_(start.weight * std)
             layer.bias.copy_(start.weight.float() @ mean + (0.0 if start.bias is None else start.bias))
-        loss = _descend(layer, (train[0] - mean) / std, train[1], decay)
+        loss = _descend(layer, (train[0] - mean) / std, train[1], decay, weights)
         weight = layer.weight.detach() / std
         bias = layer.bias.detach() - weight @ mean
         metrics = measure_accuracy(F.linear(validation[0], weight, bias), validation[1])
@@ -149,16 +144,16 @@ def fit_classifier(
 
 
 @torch.enable_grad()
-def _descend(layer: nn.Linear, features: Tensor, labels: Tensor, decay: float) -> float:
+def _descend(layer: nn.Linear, features: Tensor, labels: Tensor, decay: float, weights: Tensor | None) -> float:
     """Minimize; the decay pulls towards the weights that it starts from."""
     optimizer = torch.optim.LBFGS(layer.parameters(), max_iter=100, line_search_fn="strong_wolfe")
     start = layer.weight.detach().clone()
 
     def loss() -> Tensor:
         optimizer.zero_grad()
-        value = F.cross_entropy(layer(features), labels) + decay / 2 * (layer.weight - start).square().sum()
+        value = F.cross_entropy(layer(features), labels, weights) + decay / 2 * (layer.weight - start).square().sum()
         value.backward()
         return value
 
     optimizer.step(loss)
-    return F.cross_entropy(layer(features), labels).item()
+    return F.cross_entropy(layer(features), labels, weights).item()

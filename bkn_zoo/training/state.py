@@ -33,14 +33,8 @@ REMEDY = "start again with a lower learning rate (resuming from the last saved s
 class Training:
     """Everything that changes during a training, and identifies it.
 
-    Attributes:
-        averaged: the exponential moving average of the weights, if the recipe has one.
-        seconds: time of all steps and of the validation after each epoch.
-        best: the tensors of the best epoch, if the recipe keeps them.
-        losses: losses of the current epoch when the state was saved.
-        history: one line per epoch.
-        fingerprint: hash of the images' names and labels (`datasets.fingerprint`); empty if unknown.
-        init: the checkpoint that it started from; None for new weights, empty if unknown.
+    `averaged` and `best` are weights (averaged, of the best epoch) if the recipe asks for them, `losses` those of the
+    epoch in which the state was saved. `fingerprint` (of the data) and `init` (None: new weights) are empty if unknown.
     """
 
     model: Network
@@ -69,9 +63,11 @@ def begin(recipe: Recipe, model: Network, device: torch.device) -> Training:
     model = model.to(device).to(memory_format=torch.channels_last)
     model.statistics_batch_size = recipe.statistics_batch_size
     if recipe.freeze:
-        model.eval()  # norms, too: they neither use statistics of batches nor update running averages
-        for layer in frozen_layers(model, recipe.freeze):
-            layer.requires_grad_(False)
+        # Norms, too: they neither use statistics of batches nor update running averages.
+        model.eval()
+        layers = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
+        for layer in layers[: math.ceil(recipe.freeze * len(layers))]:
+            layer.requires_grad_(layer is classifier(model))
     averaged = copy.deepcopy(model).eval().requires_grad_(False) if recipe.ema else None
     return Training(model, averaged, make_optimizer(model, recipe, device))
 
@@ -84,25 +80,17 @@ def classifier(model: Network) -> nn.Module:
     raise InputError(f"{model.name} has no separate layer for the classes: train all of it, without freeze.")
 
 
-def frozen_layers(model: Network, share: float) -> list[nn.Module]:
-    """The first layers of a network, as a share of all layers with parameters, without the classifier."""
-    layers = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
-    last = classifier(model)
-    return [layer for layer in layers[: math.ceil(share * len(layers))] if layer is not last]
-
-
 def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
     """Weight decay for convolutions and linear layers only; A, R and q have their own learning rate."""
-    decayed, plain, kalman = list[Tensor](), list[Tensor](), list[Tensor]()
-    kalman_names = no_weight_decay(model)
+    groups: list[dict[str, Any]] = [
+        {"params": [], "weight_decay": recipe.weight_decay, "scale": 1.0},
+        {"params": [], "weight_decay": 0.0, "scale": 1.0},
+        {"params": [], "weight_decay": 0.0, "scale": recipe.kalman_lr},
+    ]
+    kalman = no_weight_decay(model)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            (kalman if name in kalman_names else decayed if parameter.ndim >= 2 else plain).append(parameter)
-    groups = (
-        {"params": decayed, "weight_decay": recipe.weight_decay, "scale": 1.0},
-        {"params": plain, "weight_decay": 0.0, "scale": 1.0},
-        {"params": kalman, "weight_decay": 0.0, "scale": recipe.kalman_lr},
-    )
+            groups[2 if name in kalman else 0 if parameter.ndim >= 2 else 1]["params"].append(parameter)
     return [group for group in groups if group["params"]]
 
 
@@ -130,10 +118,7 @@ def validation_loss(line: Mapping[str, Any]) -> float:
 
 
 def kept_line(history: list[dict[str, Any]], recipe: Recipe) -> dict[str, Any]:
-    """The line of the epoch whose weights are kept: the last, or the last within a standard error of the best loss.
-
-    With few images, smaller differences are chance, and the last epoch had the lowest learning rate.
-    """
+    """The line of the epoch whose weights are kept: the last, or the last within a standard error of the best loss."""
     if recipe.keep == "last":
         return history[-1]
     lowest = min(history, key=validation_loss)
@@ -144,13 +129,12 @@ def kept_line(history: list[dict[str, Any]], recipe: Recipe) -> dict[str, Any]:
 
 def write_log(history: list[dict[str, Any]], folder: Path) -> None:
     """Write one line per epoch."""
-    folder.mkdir(parents=True, exist_ok=True)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / LOG).write_text("".join(json.dumps(line) + "\n" for line in history))
     except OSError as error:
-        raise TrainingError(
-            f"{folder / LOG} could not be written ({error.strerror}): free disk space; the last saved state stays."
-        ) from error
+        told = f"{folder / LOG} could not be written ({error.strerror})"
+        raise TrainingError(f"{told}: free disk space; the last saved state stays.") from error
 
 
 def _identity(training: Training, recipe: Recipe) -> dict[str, Any]:
@@ -165,15 +149,11 @@ def save_state(training: Training, recipe: Recipe, folder: Path) -> None:
         if not parameter.isfinite().all():
             raise NonFiniteLossError(f"{name} was not finite after step {training.step - 1}: {REMEDY}.")
     state = _identity(training, recipe) | {
-        "seconds": training.seconds,
-        "best": training.best,
-        "losses": training.losses,
-        "model": training.model.state_dict(),
-        "averaged": None if training.averaged is None else training.averaged.state_dict(),
-        "optimizer": training.optimizer.state_dict(),
-        "history": json.dumps(training.history),
-        "preprocessing": None if training.preprocessing is None else dataclasses.asdict(training.preprocessing),
-    }
+        "seconds": training.seconds, "best": training.best, "losses": training.losses,
+        "model": training.model.state_dict(), "averaged": training.averaged and training.averaged.state_dict(),
+        "optimizer": training.optimizer.state_dict(), "history": json.dumps(training.history),
+        "preprocessing": training.preprocessing and dataclasses.asdict(training.preprocessing),
+    }  # fmt: skip
     scratch = folder / f".{STATE}.tmp"
     try:
         with scratch.open("wb") as file:
@@ -209,26 +189,20 @@ def _read_state(path: Path, device: torch.device, mmap: bool = False) -> dict[st
             state |= {"history": json.loads(state["history"])}
         for name in ("init", "fingerprint", "finished", "step", "processes"):
             state[name]
-        return state | {"recipe": make(Recipe, renamed(json.loads(state["recipe"])))}  # new fields have their defaults
+        # New fields have their defaults.
+        return state | {"recipe": make(Recipe, renamed(json.loads(state["recipe"])))}
     except Exception as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise CheckpointError(
-            f"{path} cannot be read ({reason}): check its permissions and the version of bkn_zoo, or remove it to "
-            "start the training again."
-        ) from None
+        told = f"{path} cannot be read ({(str(error) or type(error).__name__).splitlines()[0]})"
+        remedy = "check its permissions and the version of bkn_zoo, or remove it to start the training again"
+        raise CheckpointError(f"{told}: {remedy}.") from None
 
 
 def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.device) -> bool:
-    """Continue the training in a folder, with its preprocessing; refuse one of another recipe, data or start.
-
-    Returns False if it is finished and has no state any more.
-    """
+    """Continue the training in a folder; refuse another one. Returns False if it is finished and left no state."""
     path = _find_state(folder)
     if path is None:
-        raise CheckpointError(
-            f"{folder / STATE} does not exist, so there is no training to resume: correct --output, or start without "
-            "--resume."
-        )
+        told = f"{folder / STATE} does not exist, so there is no training to resume"
+        raise CheckpointError(f"{told}: correct --output, or start without --resume.")
     state = _read_state(path, device)
     for _, sentence in _differences(state, training, recipe):
         raise CheckpointError(f"{path} belongs to a training {sentence}")
@@ -238,15 +212,18 @@ def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.d
         training.model.load_state_dict(state["model"])
         if training.averaged is not None:
             training.averaged.load_state_dict(state["averaged"])
+        capturable = training.optimizer.defaults.get("capturable")
         training.optimizer.load_state_dict(state["optimizer"])
+        # As this device needs it, not the one that saved the state. SGD has no such option.
+        for group in training.optimizer.param_groups:
+            group["capturable"] = capturable
         for name in ("step", "finished", "seconds", "best", "losses", "history"):
             setattr(training, name, state[name])
         if state["preprocessing"] is not None:
             training.preprocessing = Preprocessing(**state["preprocessing"])
     except (RuntimeError, ValueError, KeyError):
-        raise CheckpointError(
-            f"{path} has tensors that do not fit {recipe.model}, perhaps for other classes: resume with the same data."
-        ) from None
+        told = f"{path} has tensors that do not fit {recipe.model}, perhaps for other classes"
+        raise CheckpointError(f"{told}: resume with the same data.") from None
     return True
 
 
@@ -258,23 +235,16 @@ def replaces_finished(folder: Path, recipe: Recipe, training: Training) -> bool:
     state = _read_state(path, torch.device("cpu"), mmap=True)
     changed = [name for name, _ in _differences(state, training, recipe) if name != "processes"]
     if state["finished"] and changed:
-        raise InputError(
-            f"{folder} contains another finished training ({changed[0]} differs): choose another --name or "
-            "--output, or remove the folder."
-        )
+        told = f"{folder} contains another finished training ({changed[0]} differs)"
+        raise InputError(f"{told}: choose another --name or --output, or remove the folder.")
     if state["step"] > 0 and not state["finished"]:
-        raise InputError(
-            f"{folder} contains a training that stopped at step {state['step']}: continue with --resume, or remove the "
-            "folder to start again."
-        )
+        told = f"{folder} contains a training that stopped at step {state['step']}"
+        raise InputError(f"{told}: continue with --resume, or remove the folder to start again.")
     return state["finished"]
 
 
 def _differences(state: dict[str, Any], training: Training, recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """In what a state belongs to another training, and how to say that.
-
-    The start and the images come first, because they determine some fields of the recipe, and last those fields.
-    """
+    """In what a state belongs to another training, and how to say that: first what determines fields of the recipe."""
     if "" not in (state["init"], training.init) and state["init"] != training.init:
         theirs, ours = (init or "new weights" for init in (state["init"], training.init))
         yield "checkpoint", f"that started from {theirs}, not {ours}: pass the same --checkpoint, or another --name."

@@ -22,8 +22,13 @@ from bkn_zoo.training.state import Training
 Part = tuple[Tensor, Tensor]
 
 
-def make_step(training: Training, recipe: Recipe, device: torch.device) -> Callable[[Batch], Tensor]:
-    """One optimizer step on one process's share of a gradient batch; returns the mean loss, on the device."""
+def make_step(
+    training: Training, recipe: Recipe, device: torch.device, weights: Tensor | None = None
+) -> Callable[[Batch], Tensor]:  # fmt: skip
+    """One optimizer step on one process's share of a gradient batch; returns the mean loss, on the device.
+
+    `weights` are those of the classes in the loss; an image that is a mixture has the mean weight of its classes.
+    """
     network: Any = training.model
     alone: Callable[[], Any] = nullcontext  # a context in which gradients are not yet averaged over processes
     if dist.is_initialized():
@@ -34,6 +39,7 @@ def make_step(training: Training, recipe: Recipe, device: torch.device) -> Calla
         network = torch.compile(network)
     # PyTorch's gradients of depthwise convolutions use one thread on ARM processors.
     slow_depthwise = device.type == "cpu" and platform.machine() in ("aarch64", "arm64") and not recipe.compile
+    smoothing, reduction = recipe.label_smoothing, "mean" if weights is None else "none"
     parameters = [p for group in training.optimizer.param_groups for p in group["params"]]
 
     def step(batch: Batch) -> Tensor:
@@ -47,7 +53,8 @@ def make_step(training: Training, recipe: Recipe, device: torch.device) -> Calla
                 precision = autocast(recipe, device, cache_enabled=False)
                 with precision, _FastDepthwise() if slow_depthwise else nullcontext():
                     logits = network(images.contiguous(memory_format=torch.channels_last))
-                loss = F.cross_entropy(logits.float(), targets, label_smoothing=recipe.label_smoothing) / len(parts)
+                loss = F.cross_entropy(logits.float(), targets, label_smoothing=smoothing, reduction=reduction)
+                loss = (loss if weights is None else (loss * (targets @ weights)).mean()) / len(parts)
                 loss.backward()
             total += loss.detach()
         if recipe.clip:
@@ -81,19 +88,14 @@ def learning_rate(recipe: Recipe, step: int, steps: int) -> float:
 
 def parallel(model: nn.Module) -> DistributedDataParallel:
     """The model with gradients averaged over all processes. `share_running_averages` averages running averages."""
-    known = inspect.signature(DistributedDataParallel).parameters
     # By default, DDP would copy the buffers of the first process. The second name is that of older versions of torch.
-    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    option: dict[str, Any] = {name: False}
+    known, names = inspect.signature(DistributedDataParallel).parameters, ("forward_sync_buffers", "broadcast_buffers")
+    option: dict[str, Any] = {next(name for name in names if name in known): False}
     return DistributedDataParallel(model, **option)
 
 
 def _remembered_as_one(parts: list[Part], model: nn.Module) -> Iterator[Part]:
-    """The parts of a step, one per pass, which together update the running averages once, by the mean of all passes.
-
-    `image_spread` is then too small by a share of at most momentum/(2 N) with N images per pass, because the mean over
-    passes fluctuates less than `RunningNorm._step` assumes.
-    """
+    """The parts of a step, one per pass, which together update the running averages once, by the mean of all passes."""
     averages, counts = running_averages(model), counters(model)
     if len(parts) == 1 or not averages:
         yield from parts

@@ -10,7 +10,8 @@ import torch
 import bkn_zoo
 from benchmarks.common import MACHINE, add_command, photographs, save, show
 from bkn_zoo.inference.folding import prepare
-from bkn_zoo.inference.openvino_graph import Graph, build_graph, compiled, ov
+from bkn_zoo.inference.graph_cache import PRECISION
+from bkn_zoo.inference.openvino_graph import Graph, build_graph, compiled
 from bkn_zoo.modes import Statistics
 
 CHECKPOINTS = ["resnet101_bkn.tiny_imagenet", "inception_v2_bkn.tiny_imagenet"]
@@ -45,7 +46,7 @@ def counters(args: argparse.Namespace) -> None:
         image = photographs(size)[:1]
         for precision in args.precisions:
             for mode in ("population", "sample"):
-                options = {ov.properties.hint.inference_precision: precision, "PERFORMANCE_HINT": "LATENCY"}
+                options = {PRECISION: precision, "PERFORMANCE_HINT": "LATENCY"}
                 network = prepare(model, Statistics(mode, model.statistics_batch_size), as_stored=True)
                 built, _ = build_graph(network, (3, size, size), mode == "population", options)
                 taken, found = count(Graph(compiled(built, options | {"PERF_COUNT": "YES"})), image, args.rounds)

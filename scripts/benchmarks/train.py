@@ -4,7 +4,7 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -19,8 +19,8 @@ from bkn_zoo.norms.baselines import GroupNorm2d
 from bkn_zoo.norms.running import RunningNorm
 
 COLUMNS = [
-    "model", "norm", "gradient_batch", "statistics_batch", "mode", "launch", "ms_per_step", "spread_ms",
-    "images_per_s", "peak_gib", "first_step_s", "ratio_to_bn", "ratio_to_fastest_bn",
+    "model", "norm", "options", "gradient_batch", "statistics_batch", "mode", "launch", "ms_per_step", "spread_ms",
+    "images_per_s", "peak_gib", "first_step_s", "ratio_to_bn", "ratio_to_fastest_bn", "ratio_to_plain",
 ]  # fmt: skip
 CONTESTANTS = {  # by gradient batch: norm, statistics batch (of all, where there is none) and mode
     256: ["bn eager", "bkn:32 eager", "bkn:4 eager", "bkn:1 eager", "gn eager", "bn compiled", "bkn:4 compiled"],
@@ -29,6 +29,8 @@ CONTESTANTS = {  # by gradient batch: norm, statistics batch (of all, where ther
         "bkn:1 reduce-overhead",
     ],
 }  # fmt: skip
+OPTIONS = {"standardized": {"standardized_weights": True}, "rank16": {"transition_rank": 16}}
+"""Of a network, as in "bkn+standardized+rank16:4 eager"."""
 KERNELS = ("moments", "believe", "normalize", "sums", "disbelieve", "gradient")
 
 
@@ -51,11 +53,12 @@ def shared_pool() -> Any:
     return torch.cuda.graph_pool_handle()
 
 
-def build(network: str, norm: str, statistics_batch: int | None) -> torch.nn.Module:
+def build(network: str, norm: str, statistics_batch: int | None, options: Sequence[str] = ()) -> torch.nn.Module:
     """A network; for BN, torchvision's own where it has one."""
-    if norm == "bn" and hasattr(torchvision.models, network):
+    if norm == "bn" and not options and hasattr(torchvision.models, network):
         return getattr(torchvision.models, network)()
-    model = bkn_zoo.create_model(f"{network}_{norm}", num_classes=1000)
+    chosen = {name: value for option in options for name, value in OPTIONS[option].items()}
+    model = bkn_zoo.create_model(f"{network}_{norm}", num_classes=1000, **chosen)
     model.statistics_batch_size = statistics_batch
     return model
 
@@ -102,10 +105,11 @@ def parts_of(step: Callable[..., None], steps: int = 10) -> dict[str, float]:
 def enter(network: str, contestant: str, images: torch.Tensor, labels: torch.Tensor) -> list[Contestant]:
     """A model launched from Python and, unless it replays itself from CUDA graphs, as a whole step in one."""
     who, mode = contestant.split()
-    norm, _, group = who.partition(":")
+    names, _, group = who.partition(":")
+    norm, *options = names.split("+")
     batch = images.shape[0]
     allocated = torch.cuda.memory_allocated()
-    model = build(network, norm, int(group) if group else None).cuda().to(memory_format=torch.channels_last)
+    model = build(network, norm, int(group) if group else None, options).cuda().to(memory_format=torch.channels_last)
     step = training_step(model, mode, images, labels)
     start = time.perf_counter()
     step()
@@ -119,8 +123,9 @@ def enter(network: str, contestant: str, images: torch.Tensor, labels: torch.Ten
     # A and its momentum, which BN has no use for; gradients are not there yet when memory peaks.
     extra = 2 * sum(4 * p.numel() for n, p in model.named_parameters() if n.endswith("transition"))
     row = {
-        "model": network, "norm": norm, "gradient_batch": batch, "statistics_batch": int(group or batch),
-        "layout": "channels_last", "dtype": "bfloat16", "mode": mode, "first_step_s": first,
+        "model": network, "norm": norm, "options": " ".join(options), "gradient_batch": batch,
+        "statistics_batch": int(group or batch), "layout": "channels_last", "dtype": "bfloat16", "mode": mode,
+        "first_step_s": first,
         "peak_gib": None if mode == "reduce-overhead" else peak / 2**30,  # whose memory is not counted there
         "transition_gib": extra / 2**30,
     }  # fmt: skip
@@ -145,13 +150,21 @@ def race(contestants: list[Contestant], rounds: int, steps: int) -> None:
         row["ms_per_step"] = statistics.median(taken)
         row["spread_ms"] = max(taken) - min(taken)
         row["images_per_s"] = 1e3 * row["gradient_batch"] / row["ms_per_step"]
-    rivals = [(c.row, taken) for c, taken in zip(contestants, times, strict=True) if c.row["norm"] == "bn"]
+    rivals = [
+        (c.row, taken)
+        for c, taken in zip(contestants, times, strict=True)
+        if c.row["norm"] == "bn" and not c.row.get("options")
+    ]
     fastest = min(rivals, key=lambda rival: rival[0]["ms_per_step"])[1]
     for contestant, taken in zip(contestants, times, strict=True):
         row = contestant.row
         alike = [t for r, t in rivals if (r["mode"], r["launch"]) == (row["mode"], row["launch"])]
         row["ratio_to_bn"] = ratio(taken, alike[0]) if alike else None
         row["ratio_to_fastest_bn"] = ratio(taken, fastest)
+        if row.get("options"):
+            same = ("norm", "statistics_batch", "mode", "launch")
+            plain = [t for c, t in zip(contestants, times, strict=True) if all(c.row[k] == row[k] for k in same)]
+            row["ratio_to_plain"] = ratio(taken, plain[0])
 
 
 def roofline(contestant: Contestant, model: torch.nn.Module, images: torch.Tensor) -> dict[str, Any]:
@@ -206,7 +219,7 @@ def train(args: argparse.Namespace) -> None:
             row = contestant.row
             if row["launch"] == "python":
                 row |= parts_of(contestant.step)
-            if (row["norm"], row["mode"], row["launch"]) == ("bkn", "eager", "graph"):
+            if (row["norm"], row["options"], row["mode"], row["launch"]) == ("bkn", "", "eager", "graph"):
                 model = build(network, "bkn", row["statistics_batch"]).cuda().to(memory_format=torch.channels_last)
                 rooflines.append(roofline(contestant, model, images))
         rows += [contestant.row for contestant in contestants]

@@ -4,11 +4,13 @@ DATA is the folder that --pack writes (some 70 megabytes) from a folder with ima
 tiny-imagenet-200 and PACS. Each run calls `bkn_zoo.fine_tune` with the fields of its arm, on 20 images of each
 class; the seed selects them. All runs of a set are tested on the same images.
 
-    CUDA_VISIBLE_DEVICES= python scripts/study.py finetuning --data DATA --only defaults --jobs 12
-    python scripts/study.py finetuning --data DATA --jobs 12      # all other arms, on a GPU
+    taskset -c 0,1 python scripts/study.py finetuning --data DATA --device cpu
+
+The arms of `rivals` in finetuning.toml share a time limit, so nothing else may run on these cores.
 """
 
 import argparse
+import dataclasses
 import json
 import shlex
 import tempfile
@@ -26,15 +28,16 @@ import torch.nn.functional as F
 import bkn_zoo
 from bkn_zoo.checkpoints.folder import from_pretrained
 from bkn_zoo.training.data import evaluation_batches
-from bkn_zoo.training.datasets import load_data
+from bkn_zoo.training.datasets import Data, load_data
 from bkn_zoo.training.evaluation import measure_accuracy as measure
 from bkn_zoo.training.state import classifier
 from studies.base import DOCS, RESULTS, Record, Run, Study, device
 from studies.finetuning_data import SEEDS, pack, tree_of
+from studies.finetuning_loop import timm_loop
 from studies.stats import spread
 
 PLAN = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
-CHECKPOINT, SETS, ARMS = PLAN["checkpoint"], PLAN["sets"], PLAN["arms"]
+CHECKPOINT, SETS, ARMS, RIVALS = PLAN["checkpoint"], PLAN["sets"], PLAN["arms"], PLAN["rivals"]
 SMALL = RESULTS / "small_folder.json"
 """Of scripts/small_folder.py."""
 
@@ -78,6 +81,8 @@ class Defaults(Study):
             cpu = time.process_time()
             if run.arm in (PROBE, ORIGINAL):
                 found = probe(data, device(args), restricted=run.arm == ORIGINAL)
+            elif run.arm in RIVALS["timm"]:
+                found = timm_loop(folder(data), from_pretrained(CHECKPOINT), ARMS[run.arm]["lr"], run.seed)
             else:
                 found = fine_tune(data, ARMS[run.arm] | args.changes, run.seed, device(args), Path(scratch))
         about = {"dataset": run.data, "arm": run.arm, "checkpoint": CHECKPOINT, "device": device(args).type}
@@ -88,7 +93,8 @@ class Defaults(Study):
         from studies.render import frame
 
         small = json.loads(SMALL.read_text())["rows"]
-        tables = {"study": study_rows(list(records.values())), "small": small_folders(small)}
+        found = list(records.values())
+        tables = {"study": study_rows(found), "rivals": rival_rows(found), "small": small_folders(small)}
         return {DOCS / "finetuning.md": {name: frame(rows) for name, rows in tables.items()}}
 
 
@@ -108,6 +114,7 @@ def fine_tune(data: Path, changes: Mapping[str, Any], seed: int, device: torch.d
         "options": options(changes),
         "trained_by": shlex.join(["bkn-zoo", "train", data.name, *chosen]),
         **{name: found[name] for name in KEPT},
+        "validation_loss": round(found["validation"][found["chosen_statistics"]]["loss"], 4),
         "test": {mode: _rounded(metrics) for mode, metrics in found["test"].items()},
         "validation": [round(top1, 2) for top1 in validation],
     }
@@ -126,6 +133,14 @@ def _rounded(metrics: dict[str, float]) -> dict[str, float]:
     return {name: round(value, 3) for name, value in metrics.items()}
 
 
+def folder(data: Path) -> Data:
+    """The images of a run, with the pixels that fine-tuning uses: the checkpoint's, of the whole central square."""
+    pixels = from_pretrained(CHECKPOINT).config.preprocessing
+    return dataclasses.replace(
+        load_data("folder", data, pixels.size), preprocessing=dataclasses.replace(pixels, crop=1.0)
+    )
+
+
 def probe(data: Path, device: torch.device, restricted: bool) -> dict[str, Any]:
     """The checkpoint's own features and its default statistics, with another classifier, or with its own.
 
@@ -133,7 +148,7 @@ def probe(data: Path, device: torch.device, restricted: bool) -> dict[str, Any]:
     fine-tuning holds out; or the checkpoint's own, restricted to the classes that both know.
     """
     model = from_pretrained(CHECKPOINT).to(device)
-    found = load_data("folder", data, model.config.preprocessing.size)
+    found = folder(data)
     assert found.test is not None
     features: list[torch.Tensor] = []
     classifier(model).register_forward_pre_hook(lambda _, inputs: features.append(inputs[0]))
@@ -192,10 +207,9 @@ def top1(record: Record) -> float:
 
 def study_rows(records: Sequence[Record]) -> list[dict[str, str]]:
     """A row for each arm, a column for each data set: the mean over seeds, ± their deviation, and CPU minutes."""
-    mine = [record for record in records if record["checkpoint"] == CHECKPOINT]
 
     def cell(arm: str, dataset: str) -> str:
-        found = [record for record in mine if (record["arm"], record["dataset"]) == (arm, dataset)]
+        found = _runs(records, arm, dataset)
         values = [top1(record) for record in found if "test" in record]
         if not values:
             return UNKNOWN if found else NOT_RUN
@@ -207,6 +221,30 @@ def study_rows(records: Sequence[Record]) -> list[dict[str, str]]:
         {"arm": arm, "options": f"`{' '.join(options(fields))}`" if fields else ""}
         | {shown: cell(arm, dataset) for dataset, shown in SETS.items()}
         for arm, fields in ARMS.items()
+        if "lr" not in fields
+    ]
+
+
+def rival_rows(records: Sequence[Record]) -> list[dict[str, str]]:
+    """A row for each way to fine-tune, with the learning rate of the lowest validation loss, and its seconds."""
+
+    def cell(arms: Sequence[str], dataset: str) -> str:
+        runs = [found for arm in arms if len(found := _runs(records, arm, dataset)) == len(SEEDS)]
+        if len(runs) < len(arms):
+            return NOT_RUN
+        best = min(runs, key=lambda found: mean(record.get("validation_loss", 0.0) for record in found))
+        seconds = mean(record.get("seconds") or record["whole_seconds"] for record in best)
+        lr = ARMS[best[0]["arm"]].get("lr")
+        return f"{spread(map(top1, best), 1)}; {f'lr {lr:g}; ' if lr else ''}{seconds:.0f} s"
+
+    return [
+        {"by": way} | {shown: cell(arms, dataset) for dataset, shown in SETS.items()} for way, arms in RIVALS.items()
+    ]
+
+
+def _runs(records: Sequence[Record], arm: str, dataset: str) -> list[Record]:
+    return [
+        each for each in records if (each["checkpoint"], each["arm"], each["dataset"]) == (CHECKPOINT, arm, dataset)
     ]
 
 

@@ -18,12 +18,12 @@ import torch
 import bkn_zoo
 from bkn_zoo.errors import CheckpointError, NonFiniteLossError
 from bkn_zoo.models import Network
-from bkn_zoo.models.inception_cifar import InceptionCifar
+from bkn_zoo.models.inception import InceptionCifar
 from bkn_zoo.models.registry import NORMS as FACTORIES
 from bkn_zoo.modes import MODES
 from bkn_zoo.training.data import Runtime, evaluation_batches
 from bkn_zoo.training.datasets import Data, load_data
-from bkn_zoo.training.evaluation import evaluate
+from bkn_zoo.training.evaluation import compute_logits, measure_modes
 from bkn_zoo.training.loop import fit, further_images
 from bkn_zoo.training.recipes import Recipe
 from bkn_zoo.training.state import STATE, begin, load_state
@@ -172,12 +172,13 @@ class Questions:
     def measure(self, network: Network, *modes: str, images: Any = None) -> Metrics:
         """Measure on these images, by default the test images."""
         images = self.data.test if images is None else images
-        return rounded(evaluate(network, evaluation_batches(self.data, images, 500, self.device), modes))
+        batches = evaluation_batches(self.data, images, 500, self.device)
+        return rounded(measure_modes(*compute_logits(network, batches, modes)))
 
     def in_training(self, question: Callable[..., Any]) -> Any:
         """Call a measurement with training batches, in the precision of the training."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bfloat16"):
-            return question(self.model, further_images(self.recipe, self.data, self.device, ASKED_BATCHES))
+            return question(self.model, further_images(self.recipe, self.data, Runtime(self.device), ASKED_BATCHES))
 
     def recalibrated(self) -> tuple[Metrics, dict[str, float]]:
         """With recomputed running averages: metrics on the test images, and top-1 on the validation images."""

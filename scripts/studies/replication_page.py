@@ -40,11 +40,11 @@ def pages(plan: Plan, records: Mapping[str, Record], newer: Plan, fresh: Mapping
     claims = _found(plan.claims, plan, records)
     compared = [_compared(each, plan, records) for each in plan.experiments]
     count = sum(found is not None for _, found in itertools.chain(claims, *compared))
-    lengths = _lengths(plan, records)
+    lengths, standardized = _lengths(plan, records), sections(newer, fresh)
     return {
         DOCS / "results.md": {
             "headline": frame(_headline(norms_by_group(plan, records, newer, fresh))),
-            "standardized": sections(newer, fresh)["full"][2],
+            "standardized": pd.concat([standardized[name][2] for name in ("full", "parts")]),
             "full_length": full_length_table(full_lengths(read_twins(RESULTS))),
             "verdicts": str(count),
             "state": _state(plan, records),
@@ -281,11 +281,11 @@ Norms = dict[str, dict[int, Cell]]
 
 
 def norms_by_group(plan: Plan, records: Mapping[str, Record], newer: Plan, fresh: Mapping[str, Record]) -> Norms:
-    """The norms of STYLES on CIFAR-100, with the learning rate and gain that were best on validation images."""
+    """The norms of STYLES on CIFAR-100, the newer ones with the learning rate and gain that their plan chose."""
     every = [(arm.label, cell(arm, records)) for arm in plan.arms.values() if arm.setting == FULL]
-    every += [(_tuned(arm.label), cell(arm, fresh)) for arm in newer.arms.values() if arm.setting == FULL]
+    chosen = next(each for each in newer.experiments if each.name == "full")
+    every += [(_tuned(arm.label), cell(arm, fresh)) for arm in chosen.arms]
     every = [(label, each) for label, each in every if each.good]
-    every.sort(key=lambda pair: mean(pair[1].top1(images="validation")))
     found = {label: {each.arm.group: each for own, each in every if own == label} for label in STYLES}
     for label, cells in found.items():
         if label.startswith(ANY_GROUP) and cells:
