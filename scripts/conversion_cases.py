@@ -39,6 +39,7 @@ DETECTORS = (
     "fasterrcnn_resnet50_fpn_v2", "fasterrcnn_mobilenet_v3_large_320_fpn", "retinanet_resnet50_fpn_v2",
     "maskrcnn_resnet50_fpn_v2", "ssdlite320_mobilenet_v3_large",
 )  # fmt: skip
+YOLO = "yolov5n yolov8n yolov9t yolov10n yolo11n yolov8n-seg yolov8n-pose yolov8n-cls yolo11n-cls"
 VIDEO = {"r3d_18": 32, "mc3_18": 32, "r2plus1d_18": 32, "s3d": 224}
 SMP = ("Unet", "UnetPlusPlus", "FPN", "DeepLabV3", "DeepLabV3Plus", "PSPNet", "Linknet", "MAnet", "PAN", "UPerNet")
 
@@ -79,7 +80,8 @@ def pixel_values(side: int) -> Callable[[int], Any]:
 def cases() -> Iterator[Case]:
     for name in torchvision.models.list_models(module=torchvision.models):
         options = {"init_weights": True} if name in ("googlenet", "inception_v3") else {}
-        size = {"inception_v3": 299, "maxvit_t": 224}.get(name, 64)  # an auxiliary head and windows need more
+        # An auxiliary head and windows need more.
+        size = {"inception_v3": 299, "maxvit_t": 224}.get(name, 64)
         build = partial(torchvision.models.get_model, name, **options)
         yield Case("torchvision", name, build, images(3, size, size), with_example=False)
     for name, size in TIMM.items():
@@ -112,7 +114,8 @@ def detectors() -> Iterator[Case]:
     few = {"rpn_post_nms_top_n_train": 40, "rpn_post_nms_top_n_test": 40, "box_batch_size_per_image": 16}
     for name in DETECTORS:
         options: dict[str, Any] = {} if name.startswith("ssd") else {"min_size": 96, "max_size": 128}
-        options |= few if "rcnn" in name else {}  # regions, most of the work
+        # Regions are most of the work.
+        options |= few if "rcnn" in name else {}
         options |= {"weights": None, "weights_backbone": None, "num_classes": 3}
         build = partial(torchvision.models.get_model, name, **options)
         yield Case("torchvision, detection", name, build, partial(inputs, masks="mask" in name))
@@ -156,11 +159,8 @@ def transformers() -> Iterator[Case]:
     for kind, (options, side) in classifiers.items():
         build = partial(of_transformers, f"{kind}ForImageClassification", f"{kind}Config", options, {})
         yield Case("transformers", kind, build, pixel_values(side))
-    for kind, options in {
-        "MobileNetV2": {"depth_multiplier": 0.35},
-        "MobileViT": vit,
-        "Segformer": {"depths": [1] * 4},
-    }.items():
+    segmenters = {"MobileNetV2": {"depth_multiplier": 0.35}, "MobileViT": vit, "Segformer": {"depths": [1] * 4}}
+    for kind, options in segmenters.items():
         build = partial(of_transformers, f"{kind}ForSemanticSegmentation", f"{kind}Config", options, {})
         yield Case("transformers", f"{kind}, segmentation", build, pixel_values(64))
     options, backbone = {"hidden_size": 32, "auxiliary_in_channels": 64}, {**stages, "out_features": four}
@@ -174,17 +174,7 @@ def transformers() -> Iterator[Case]:
 
 def ultralytics() -> Iterator[Case]:
     kinds = {"-seg": "SegmentationModel", "-pose": "PoseModel", "-cls": "ClassificationModel"}
-    for name in (
-        "yolov5n",
-        "yolov8n",
-        "yolov9t",
-        "yolov10n",
-        "yolo11n",
-        "yolov8n-seg",
-        "yolov8n-pose",
-        "yolov8n-cls",
-        "yolo11n-cls",
-    ):
+    for name in YOLO.split():
         kind = next((kind for ending, kind in kinds.items() if name.endswith(ending)), "DetectionModel")
         build = partial(made, f"ultralytics.nn.tasks.{kind}", f"{name}.yaml", verbose=False)
         yield Case("ultralytics", name, build, images(3, 64, 64))

@@ -1,5 +1,11 @@
-"""Everything at once: all attackers at random, healthy clients beside them, and workers that are killed and stopped."""
+"""Everything at once: all attackers at random, healthy clients beside them, and workers that are killed and stopped.
 
+    python tests/chaos.py --minutes 30
+
+All load goes to this machine and stops by itself.
+"""
+
+import argparse
 import http.client
 import json
 import math
@@ -9,6 +15,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -20,7 +27,7 @@ from typing import Any
 
 import attackers
 from attackers import encoded, picture
-from service_process import ServiceProcess, until
+from service_process import ServiceProcess, save_small_checkpoint, until
 
 QUICK = 0.05  # seconds within which an idle service answers
 
@@ -216,3 +223,21 @@ def problems(found: dict[str, Any]) -> list[str]:
     wrong += [f"faults: {found['faults']}"] if found["faults"] else []
     wrong += [f"{found['tracebacks']} tracebacks in the log"] if found["tracebacks"] else []
     return wrong + ([] if found["same_answers"] else ["other answers than before"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--every", type=float, default=20.0, help="seconds between disturbances of a worker")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        save_small_checkpoint(Path(folder) / "small")
+        found = chaos(Path(folder), 60 * args.minutes, args.clients, args.every)
+    wrong = problems(found)
+    print(json.dumps(found, indent=1), *wrong, sep="\n")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -3,7 +3,9 @@
 import copy
 import functools
 import itertools
+import json
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -294,6 +296,12 @@ def test_norms_without_links_are_reported(case, words):
     if case != "training":
         with pytest.warns(RuntimeWarning, match=rf"{words}.* pass another example"):
             convert(Odd(case), example=X)
+
+
+def test_planning_is_fast_in_the_records():
+    rows = json.loads((Path(__file__).parent.parent / "results" / "conversion.json").read_text())["rows"]
+    timed = [row for row in rows if row.get("planning") is not None]
+    assert [row["name"] for row in timed if row["planning"] > 15 and row["forward"] < 1] == []
 
 
 def test_no_warning_for_an_ordinary_conversion():

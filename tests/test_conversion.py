@@ -302,6 +302,7 @@ def test_unknown_operations_are_guessed_and_reported():
         lambda x: x.flatten(2).topk(3).values.mean(-1),
         lambda x: torch.var_mean(x, axis=(2, 3))[1],
         lambda x: torch.max(x, -x).amax((2, 3)),
+        lambda x: F.adaptive_avg_pool2d(x.to(memory_format=torch.channels_last), 1).flatten(1),
     ],
 )
 def test_beliefs_pass_however_positions_are_dropped(reduce):

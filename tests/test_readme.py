@@ -118,9 +118,9 @@ def test_notebook_runs_in_an_empty_folder_and_has_no_outputs(tmp_path, monkeypat
         program = program.replace(written, less)
     monkeypatch.chdir(tmp_path)
     exec(compile(program, "tour.ipynb", "exec"), {"__name__": "__main__"})
-    *_, table, first, second, last = capsys.readouterr().out.splitlines()
+    *_, table, first, second, third, last = capsys.readouterr().out.splitlines()
     assert table.startswith("| expected | 12 |")
-    assert (first, second) == ("pictures/confusion.png", "pictures/mistakes.png")
+    assert (first, second, third) == ("pictures/confusion.png", "pictures/mistakes.png", "pictures/classes.csv")
     assert "36 right, by" in last
     for name in (first, second):
         with Image.open(tmp_path / name) as picture:

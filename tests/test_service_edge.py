@@ -102,7 +102,7 @@ def test_methods_of_strangers_are_no_labels_and_are_cut_in_logs(service):
 
 
 def test_chaos_loses_no_healthy_request_and_leaves_nothing(checkpoints):
-    """A short run of `python tests/attack.py --minutes 30`."""
+    """A short run of `python tests/chaos.py --minutes 30`."""
     found = chaos(checkpoints, seconds=8, clients=4, every=3)
     print(json.dumps(found))
     assert problems(found) == []

@@ -20,15 +20,13 @@ class Watch:
     `pauses` are by how many seconds a short sleep of that process was too long.
     """
 
-    def __init__(self, url, image=b"", *headers, photograph=b""):
+    def __init__(self, url, image=b"", *headers):
         asked = {"live": (request("/health/live", b"", *headers, method="GET"), 0.02)}
         if image:
             asked["classify"] = (request("/v1/classify", image, *headers), 0.05)
-        if photograph:
-            asked["photograph"] = (request("/v1/classify", photograph, *headers), 0.2)
         self._asked = {name: (data.hex(), pause) for name, (data, pause) in asked.items()}
         self._port = url.rpartition(":")[2]
-        self.live, self.classify, self.photograph, self.pauses = [], [], [], []  # type: Found, Found, Found, Found
+        self.live, self.classify, self.pauses = [], [], []  # type: Found, Found, Found
 
     def __enter__(self):
         command = [sys.executable, __file__, self._port]

@@ -37,12 +37,9 @@ class Location(NamedTuple):
 
 
 def locate(
-    name: str | os.PathLike[str],
-    *,
-    revision: str | None = None,
-    token: str | bool | None = None,
+    name: str | os.PathLike[str], *, revision: str | None = None, token: str | bool | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
-) -> Location:
+) -> Location:  # fmt: skip
     """Find a checkpoint, as `from_pretrained` does; one on the Hub is downloaded."""
     text = os.fspath(name)
     repository, _, named = text.partition("@")
@@ -78,10 +75,7 @@ def locate(
 
 @reading()
 def find(name: str | os.PathLike[str]) -> Path:
-    """The folder of a checkpoint on this machine, by its path or its name, without a request to the Hub.
-
-    The folder of a run stands for the checkpoint inside, which has the same name.
-    """
+    """The folder of a checkpoint on this machine, by its path or its name; that of a run stands for the one inside."""
     text = os.fspath(name)
     names = list_checkpoints()
     available = ", ".join(names) or "(none)"

@@ -185,7 +185,7 @@ def _valid(text: str) -> str:
 def _texts(form: str, results: Iterable[Result]) -> Iterator[str]:
     """The output in a format, in parts."""
     if form == "json":
-        yield "[\n" + ",\n".join(json.dumps(result, ensure_ascii=False) for result in results) + "\n]\n"
+        yield "[\n" + ",\n".join(_json_line(result).rstrip("\n") for result in results) + "\n]\n"
         return
     if form == "csv":
         yield ",".join(COLUMNS) + "\n"
@@ -204,8 +204,7 @@ def _table(result: Result) -> str:
 
 
 def _csv_rows(result: Result) -> str:
-    text = io.StringIO()
-    uncertain = str(result["uncertain"]).lower()
+    text, uncertain = io.StringIO(), str(result["uncertain"]).lower()
     for rank, best in enumerate(result["predictions"], start=1):
         row = result | {"rank": rank, "label": best["label"], "score": f"{best['score']:.6f}", "uncertain": uncertain}
         csv.writer(text).writerow([row[name] for name in COLUMNS])

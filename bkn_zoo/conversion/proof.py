@@ -45,7 +45,8 @@ def prove(
     Args:
         original: the network before its conversion.
         converted: the result of `convert`, before training.
-        inputs, named: inputs of both, large enough for a training step of the original.
+        inputs: the inputs of both, large enough for a training step of the original.
+        named: further inputs by name.
         tolerance: largest relative difference; by default 1e-9, or more for a network that amplifies rounding errors:
             a hundred times the effect of the last bit of the inputs, at most 1e-5. In float32, which is used if the
             network supports nothing else, 1e-4 and at most 1e-2.

@@ -21,13 +21,9 @@ class BatchNorm2d(RunningNorm):
         super().__init__(num_features, eps, momentum)
 
     def with_prior(
-        self,
-        x: Tensor,
-        prior: Belief | None = None,
-        statistics: Statistics | str | None = None,
-        residual: Tensor | None = None,
-        relu: bool = False,
-    ) -> tuple[Tensor, Belief | None]:
+        self, x: Tensor, prior: Belief | None = None, statistics: Statistics | str | None = None,
+        residual: Tensor | None = None, relu: bool = False,
+    ) -> tuple[Tensor, Belief | None]:  # fmt: skip
         statistics = self.choose(statistics)
         if statistics != Statistics("batch", None) or not self.training or self.momentum is None:
             return super().with_prior(x, prior, statistics, residual, relu)
@@ -61,15 +57,9 @@ class BatchRenorm2d(RunningNorm):
     fusible = False
 
     def __init__(
-        self,
-        num_features: int,
-        prior_features: int | None = None,
-        eps: float = 1e-3,
-        momentum: float | None = 0.01,
-        warmup: int = 5_000,
-        r_steps: int = 40_000,
-        d_steps: int = 25_000,
-    ) -> None:
+        self, num_features: int, prior_features: int | None = None, eps: float = 1e-3, momentum: float | None = 0.01,
+        warmup: int = 5_000, r_steps: int = 40_000, d_steps: int = 25_000,
+    ) -> None:  # fmt: skip
         super().__init__(num_features, eps, momentum)
         self.warmup, self.r_steps, self.d_steps = warmup, r_steps, d_steps
 
@@ -93,19 +83,15 @@ class BatchRenorm2d(RunningNorm):
 class GroupNorm2d(nn.GroupNorm):
     """Group normalization (Wu & He 2018) with 32 groups, or with `channels_per_group` channels per group.
 
-    If these do not divide the channels of a layer, the greatest common divisor is used. Each image is normalized by
-    itself in training and at inference, so the three statistics modes agree.
+    If these do not divide the channels of a layer, the greatest common divisor is used.
     """
 
     carries_belief = True
 
     def __init__(
-        self,
-        num_features: int,
-        prior_features: int | None = None,
-        eps: float = 1e-5,
+        self, num_features: int, prior_features: int | None = None, eps: float = 1e-5,
         channels_per_group: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if channels_per_group is None:
             groups = math.gcd(32, num_features)
         else:

@@ -4,7 +4,6 @@ Random numbers depend only on the given numbers, so the same numbers give the sa
 """
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,11 +27,8 @@ class Batch(NamedTuple):
 
 def generator(device: torch.device | str, *numbers: int) -> torch.Generator:
     """A random generator that depends only on `numbers`."""
-    return torch.Generator(device).manual_seed(_seed(numbers))
-
-
-def _seed(numbers: Sequence[int]) -> int:
-    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) >> 1
+    seed = int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) >> 1
+    return torch.Generator(device).manual_seed(seed)
 
 
 def apply_policy(pixels: Tensor, policy: str, *numbers: int) -> Tensor:
@@ -42,7 +38,7 @@ def apply_policy(pixels: Tensor, policy: str, *numbers: int) -> Tensor:
     change = {"randaugment": v2.RandAugment, "trivialaugment": v2.TrivialAugmentWide}[policy]()
     with torch.random.fork_rng(devices=[]):
         # It draws from this generator only, on the host; torch.manual_seed would also change those of GPUs.
-        torch.default_generator.manual_seed(_seed(numbers))
+        torch.default_generator.manual_seed(generator("cpu", *numbers).initial_seed())
         return torch.stack([change(image) for image in pixels])
 
 

@@ -36,11 +36,6 @@ def batch_size(device: torch.device) -> int:
     return 16 if device.type == "cpu" else 500
 
 
-def evaluate(model: Any, batches: Iterable[Batch], modes: Sequence[str] = MODES) -> dict[str, dict[str, float]]:
-    """The result of `measure_accuracy` for each mode. The arguments are those of `compute_logits`."""
-    return measure_modes(*compute_logits(model, batches, modes))
-
-
 def measure_modes(logits: dict[str, Tensor], labels: Tensor) -> dict[str, dict[str, float]]:
     return {mode: measure_accuracy(outputs, labels) for mode, outputs in logits.items()}
 

@@ -164,7 +164,11 @@ def plan_training(
         fields = FINE_TUNING | source.fields(given.get("model")) if source else FROM_SCRATCH
     chosen = read_recipe(path, fields | given)
     root = Path(data)
-    name = name or _derived_name(path, root, given, chosen)
+    if not name:
+        # The overrides are part of it, so that a variant does not replace the original run.
+        told = (item for item in sorted(given.items()) if path is not None or item[0] != "model")
+        base = f"{chosen.model}.{root.resolve().name}" if path is None else path.stem
+        name = re.sub(r"[^\w.-]+", "_", base + "".join(f"-{field}_{value}" for field, value in told))
     if not NAME.fullmatch(name) or name == "results":
         rules = "use letters, digits and -_.=, begin with a letter or digit, and do not use results"
         raise InputError(f"{name!r} is not a valid name of a run: {rules}.")
@@ -202,10 +206,3 @@ def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in fields.items():
         flat |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
     return flat
-
-
-def _derived_name(path: Path | None, data: Path, given: Mapping[str, Any], recipe: Recipe) -> str:
-    """A name that contains the overrides, so that a variant does not replace the original run."""
-    name = f"{recipe.model}.{data.resolve().name}" if path is None else path.stem
-    told = (item for item in sorted(given.items()) if path is not None or item[0] != "model")
-    return re.sub(r"[^\w.-]+", "_", name + "".join(f"-{field}_{value}" for field, value in told))

@@ -38,7 +38,8 @@ def start(plan: TrainingPlan, recipe: Recipe, data: Data, device: torch.device) 
     training.fingerprint = fingerprint(data, plan.data, listed=plan.labels is not None)
     # It must not depend on the working directory.
     training.init = source and (str(Path(source.init).resolve()) if Path(source.init).exists() else source.init)
-    p = (source and source.preprocessing) or data.preprocessing  # that of its weights, with the recipe's size
+    # That of its weights, with the recipe's size.
+    p = (source and source.preprocessing) or data.preprocessing
     looks: dict[str, Any] = {"mean": p.mean, "std": p.std, "interpolation": p.interpolation}
     training.preprocessing = dataclasses.replace(data.preprocessing, **looks)
     return training
@@ -73,12 +74,10 @@ def _classifier_names(source: Network, model: Network) -> set[str]:
     if source.num_classes == model.num_classes:
         last = {id(tensor) for tensor in classifier(model).parameters()}
         return {name for name, tensor in model.named_parameters() if id(tensor) in last}
-    own = model.state_dict()
-    theirs = {name: tensor.shape for name, tensor in source.state_dict().items() if name in own and tensor.ndim}
-    expected = {
-        name: (model.num_classes, *shape[1:]) for name, shape in theirs.items() if shape[0] == source.num_classes
-    }
-    return {name for name, shape in expected.items() if own[name].shape == shape}
+    own, ours = model.state_dict(), [model.num_classes]
+    theirs = {name: list(tensor.shape) for name, tensor in source.state_dict().items() if name in own}
+    sized = {name: ours + shape[1:] for name, shape in theirs.items() if shape[:1] == [source.num_classes]}
+    return {name for name, shape in sized.items() if list(own[name].shape) == shape}
 
 
 def start_classifier(training: Training, recipe: Recipe, data: Data, runtime: Runtime, keep: bool = False) -> None:
@@ -88,9 +87,8 @@ def start_classifier(training: Training, recipe: Recipe, data: Data, runtime: Ru
     line: dict[str, Any] = {"epoch": 0, "step": 0, "loss": None, "images_per_s": 0.0}
     with autocast(recipe, runtime.device):
         if isinstance(layer, nn.Linear) and not keep:
-            train, validation = (
-                _features(training.model, data, each, runtime) for each in (data.train, data.validation)
-            )
+            both = (data.train, data.validation)
+            train, validation = (_features(training.model, data, images, runtime) for images in both)
             line["images_per_s"] = (len(data.train) + len(data.validation)) / (time.monotonic() - started)
             with torch.autocast(runtime.device.type, enabled=False), torch.no_grad():
                 weights = class_weights(data).to(runtime.device) if recipe.balance else None
@@ -127,12 +125,8 @@ def _features(model: Network, data: Data, images: Images, runtime: Runtime) -> t
 def fit_classifier(
     start: nn.Linear, train: tuple[Tensor, Tensor], validation: tuple[Tensor, Tensor], weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor, float]:
-    """Weights, bias and training loss of the logistic regression with the lowest loss on the validation images.
-
-    `weights` are those of the classes in the training loss.
-    """
-    # One scale for all features: a feature that hardly varies here may vary in other images, and must not get a large
-    # weight.
+    """Weights, bias and loss of the logistic regression, with `weights` of classes, that is best in validation."""
+    # One scale for all: a feature that hardly varies here may vary in other images, and must not get a large weight.
     mean, std = train[0].mean(0), train[0].std(0).mean().clamp_min(1e-6)
     found = []
     for decay in DECAYS:

@@ -149,15 +149,11 @@ def save_state(training: Training, recipe: Recipe, folder: Path) -> None:
         if not parameter.isfinite().all():
             raise NonFiniteLossError(f"{name} was not finite after step {training.step - 1}: {REMEDY}.")
     state = _identity(training, recipe) | {
-        "seconds": training.seconds,
-        "best": training.best,
-        "losses": training.losses,
-        "model": training.model.state_dict(),
-        "averaged": None if training.averaged is None else training.averaged.state_dict(),
-        "optimizer": training.optimizer.state_dict(),
-        "history": json.dumps(training.history),
-        "preprocessing": None if training.preprocessing is None else dataclasses.asdict(training.preprocessing),
-    }
+        "seconds": training.seconds, "best": training.best, "losses": training.losses,
+        "model": training.model.state_dict(), "averaged": training.averaged and training.averaged.state_dict(),
+        "optimizer": training.optimizer.state_dict(), "history": json.dumps(training.history),
+        "preprocessing": training.preprocessing and dataclasses.asdict(training.preprocessing),
+    }  # fmt: skip
     scratch = folder / f".{STATE}.tmp"
     try:
         with scratch.open("wb") as file:
@@ -216,10 +212,10 @@ def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.d
         training.model.load_state_dict(state["model"])
         if training.averaged is not None:
             training.averaged.load_state_dict(state["averaged"])
-        own = [group.get("capturable") for group in training.optimizer.param_groups]
+        capturable = training.optimizer.defaults.get("capturable")
         training.optimizer.load_state_dict(state["optimizer"])
-        # That of this device, not of the one that saved the state. SGD has no such option.
-        for group, capturable in zip(training.optimizer.param_groups, own, strict=True):
+        # As this device needs it, not the one that saved the state. SGD has no such option.
+        for group in training.optimizer.param_groups:
             group["capturable"] = capturable
         for name in ("step", "finished", "seconds", "best", "losses", "history"):
             setattr(training, name, state[name])

@@ -88,19 +88,14 @@ def learning_rate(recipe: Recipe, step: int, steps: int) -> float:
 
 def parallel(model: nn.Module) -> DistributedDataParallel:
     """The model with gradients averaged over all processes. `share_running_averages` averages running averages."""
-    known = inspect.signature(DistributedDataParallel).parameters
     # By default, DDP would copy the buffers of the first process. The second name is that of older versions of torch.
-    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    option: dict[str, Any] = {name: False}
+    known, names = inspect.signature(DistributedDataParallel).parameters, ("forward_sync_buffers", "broadcast_buffers")
+    option: dict[str, Any] = {next(name for name in names if name in known): False}
     return DistributedDataParallel(model, **option)
 
 
 def _remembered_as_one(parts: list[Part], model: nn.Module) -> Iterator[Part]:
-    """The parts of a step, one per pass, which together update the running averages once, by the mean of all passes.
-
-    `image_spread` is then too small by a share of at most momentum/(2 N) with N images per pass, because the mean over
-    passes fluctuates less than `RunningNorm._step` assumes.
-    """
+    """The parts of a step, one per pass, which together update the running averages once, by the mean of all passes."""
     averages, counts = running_averages(model), counters(model)
     if len(parts) == 1 or not averages:
         yield from parts

@@ -32,7 +32,7 @@ TRAIN_GPU = ("train", "train_inception", "train_16")
 
 
 HEADLINES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
-"""The ratios of the first table, for training and for inference; performance.toml explains them."""
+"""The ratios of the first table, in groups; performance.toml explains them."""
 
 
 def read_benchmarks(results: Path) -> dict[str, dict[str, Any]]:
@@ -96,12 +96,12 @@ def seconds(records: Records) -> pd.DataFrame:
 
 
 def picture(records: Records) -> Any:
-    """The ratios of the first table, a panel for training and one for inference."""
+    """The ratios of the first table, a panel for each group."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 6.5), layout="constrained")
+    figure = Figure(figsize=(9, 8), layout="constrained")
     heights = [len(group["ratios"]) for group in HEADLINES.values()]
-    panels = figure.subplots(2, 1, sharex=True, height_ratios=heights)
+    panels = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
     for axes, group in zip(panels, HEADLINES.values(), strict=True):
         names = [f"{each['what']} ({_short(records[each['record']])})" for each in group["ratios"]]
         places = list(range(len(names)))[::-1]
@@ -120,7 +120,7 @@ def picture(records: Records) -> Any:
         axes.spines[["top", "right"]].set_visible(False)
         axes.margins(y=0.08)
     panels[0].set_xlim(0.3, 2.5)
-    panels[1].set_xlabel("ratio of times (1: equal; below 1: faster)")
+    panels[-1].set_xlabel("ratio of times (1: equal; below 1: faster)")
     return figure
 
 
