@@ -1,8 +1,4 @@
-"""All names that this package uses of PyTorch and that PyTorch does not document. Tried on torch 2.11 and 2.15.
-
-Where a name is missing in another version, the function here says what happens instead. The imports at the top exist
-since torch 2.0; without them, the module that uses them cannot be imported.
-"""
+"""All names that this package uses of PyTorch and that PyTorch does not document. Tried on torch 2.11 and 2.15."""
 
 import inspect
 import weakref
@@ -18,39 +14,33 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = ["AnyBatchNorm", "TorchDispatchMode", "tree_leaves", "tree_map", "without_dispatch_modes"]
 
-_graph_task = getattr(torch._C, "_current_graph_task_id", lambda: -1)
-_transforms = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
-_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
-saving_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_tracing: None)
+without_torch_function: Any = torch._C.DisableTorchFunction
+saving_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
 """The hooks that pack and unpack saved tensors, such as those of activation checkpointing; None if there are none."""
 
-without_torch_function: Any = torch._C.DisableTorchFunction
-cuda_device: Any = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-"""The current GPU, in a tenth of the time that `torch.cuda.current_device` takes."""
-
-cuda_stream: Any = getattr(
-    torch._C, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream
-)
+# Builds without CUDA lack these. They take a tenth of the time of the documented functions.
+cuda_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+cuda_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def recomputing() -> bool:
     """Whether a backward pass is running. Activation checkpointing runs a layer there again, for the same step."""
-    return not torch.compiler.is_compiling() and _graph_task() != -1
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def transforms_are_active() -> bool:
     """Whether a transform of `torch.func` is running."""
-    return _transforms()
+    return torch._C._are_functorch_transforms_active()
 
 
 def tangents_are_possible() -> bool:
-    """Whether forward-mode differentiation is on. If PyTorch does not say so, the kernels have no tangents."""
-    return getattr(forward_ad, "_current_level", -1) >= 0
+    """Whether forward-mode differentiation is on."""
+    return forward_ad._current_level >= 0
 
 
 def dispatch_modes_are_active() -> bool:
-    """Whether a `TorchDispatchMode` sees operators. If PyTorch does not say so, it does not see the kernels' steps."""
-    return _modes() > 0
+    """Whether a `TorchDispatchMode` sees operators."""
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 def memory_of(x: Tensor) -> int:
@@ -64,11 +54,9 @@ def saved_tensors_are_hooked() -> bool:
 
 
 def checkpoint_frame() -> tuple[Any, Any, bool]:
-    """The innermost checkpointed region, an object of its current run, and whether the backward pass recomputes it.
-
-    The hooks of torch.utils.checkpoint have the region's frame in their closures: in the first pass the frame itself,
-    in a recomputation a weak reference. If PyTorch changes this, converted norms refuse to be recomputed.
-    """
+    """The innermost checkpointed region, an object of its current run, and whether the backward pass recomputes it."""
+    # The hooks of torch.utils.checkpoint have the region's frame in their closures: in the first pass the frame itself,
+    # in a recomputation a weak reference. If PyTorch changes this, converted norms refuse to be recomputed.
     hooks: Any = saving_hooks(True)
     for hook in hooks or ():
         for cell in getattr(inspect.unwrap(hook), "__closure__", None) or ():

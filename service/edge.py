@@ -1,8 +1,7 @@
 """The HTTP edge: uvicorn's HTTP/1.1 on httptools, with all limits on clients.
 
 A connection gives the parser one head at a time, once it is complete and within its limits. Chunked bodies are parsed
-in slices, and connections with more to parse share a few milliseconds per turn of the event loop. `bodies` counts the
-bytes of bodies.
+in slices, and connections with more to parse share a few milliseconds per turn of the event loop.
 
 Of uvicorn, this file and `server` use: `HttpToolsProtocol` (constructor; methods that the transport, the server and the
 parser call; `_start_asgi_task`; `parser`, `cycle`, `flow`, `headers`, `url`, `scope`), `RequestResponseCycle`

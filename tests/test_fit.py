@@ -27,7 +27,7 @@ from bkn_zoo.errors import CheckpointError, InputError, NonFiniteLossError, Trai
 from bkn_zoo.training import loop
 from bkn_zoo.training.augmentation import Batch
 from bkn_zoo.training.data import Runtime
-from bkn_zoo.training.evaluation import evaluate, measure_accuracy, measure_classes, write_classes
+from bkn_zoo.training.evaluation import compute_logits, measure_accuracy, measure_classes, write_classes
 from bkn_zoo.training.finish import choose_mode
 from bkn_zoo.training.interruption import Stopped
 from bkn_zoo.training.loop import fit
@@ -131,11 +131,11 @@ def test_evaluation_leaves_out_a_refused_mode():
     model = bkn_zoo.create_model("inception_cifar_bn", 2)
     batches = [Batch(torch.randn(3, 3, model.stride, model.stride), torch.eye(2)[[0, 1, 1]])] * 2
     with pytest.warns(RuntimeWarning, match="sample is not measured: .* one value per channel"):
-        assert evaluate(model, batches).keys() == {"population", "expected"}
+        assert compute_logits(model, batches)[0].keys() == {"population", "expected"}
     with pytest.raises(InputError, match="one value per channel"):
-        evaluate(model, batches, ["sample"])
+        compute_logits(model, batches, ["sample"])
     with pytest.raises(InputError, match="no images to evaluate"):
-        evaluate(model, [])
+        compute_logits(model, [])
 
 
 @pytest.mark.usefixtures("whole_network")
@@ -570,9 +570,9 @@ def test_optimizer_state_of_another_device_is_resumed(tmp_path, here):
     """AdamW of a GPU can be captured, that of a CPU cannot."""
     recipe = with_(optimizer="adamw")
     theirs, ours = run(tmp_path, recipe), started(recipe)
-    for training, capturable in ((theirs, not here), (ours, here)):
-        for group in training.optimizer.param_groups:
-            group["capturable"] = capturable
+    ours.optimizer.defaults["capturable"] = here
+    for group in theirs.optimizer.param_groups:
+        group["capturable"] = not here
     save_state(theirs, recipe, tmp_path)
     load_state(ours, recipe, tmp_path, CPU)
     assert {group["capturable"] for group in ours.optimizer.param_groups} == {here}

@@ -81,12 +81,12 @@ def test_folder_that_cannot_be_used_is_reported_once(model, folder, wrong, caplo
 def test_least_recently_used_graphs_are_deleted(model, folder, monkeypatch):
     start(model)
     (used,) = folder.iterdir()
-    for name in ("1.blob", "notes.txt"):
+    for name in ("1.blob", "bkn_zoo-1.f16.bin", "notes.txt", "mine.bin"):
         (folder / name).write_bytes(bytes(1000))
         os.utime(folder / name, (10**9, 10**9))
     monkeypatch.setattr(graph_cache, "MOST_BYTES", used.stat().st_size + 500)
     start(model)
-    assert {path.name for path in folder.iterdir()} == {used.name, "notes.txt"}
+    assert {path.name for path in folder.iterdir()} == {used.name, "notes.txt", "mine.bin"}
 
 
 # The graphs that the command stores

@@ -1,7 +1,4 @@
-"""Networks by their names: those of the zoo, and those of libraries, such as "timm:repvgg_a0".
-
-A module of an upper layer builds networks of libraries. It has the functions `from_library` and `library_functions`.
-"""
+"""Networks by their names: those of the zoo, and those of libraries, which a module of an upper layer builds."""
 
 from typing import TYPE_CHECKING, Any
 

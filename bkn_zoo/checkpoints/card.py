@@ -35,7 +35,6 @@ DATASETS = {  # by the name in a recipe
     "folder": Dataset("images of its owner"),
 }
 METRICS = {"top1": "top-1 accuracy", "top5": "top-5 accuracy"}
-TEMPLATE = "card.md.jinja"
 
 
 def read_record(results: Path, name: str) -> Run:
@@ -66,7 +65,6 @@ def checkpoint_card(
         "name": name,
         "metadata": _card_metadata(config, name, license),
         "data": _dataset(config),
-        # Imported networks have these.
         "weights": training.get("weights"),
         "address": address,
         "loaded": json.dumps(address, ensure_ascii=False),
@@ -83,11 +81,9 @@ def checkpoint_card(
         "took": duration(run["seconds"]) if run and "seconds" in run else None,
         "versions": ", ".join(f"{key} {value}" for key, value in (given if isinstance(given, dict) else {}).items()),
     }
-    environment = Environment(
-        loader=PackageLoader("bkn_zoo", "checkpoints"), undefined=ChainableUndefined, trim_blocks=True,
-        lstrip_blocks=True, keep_trailing_newline=True,
-    )  # fmt: skip
-    return environment.get_template(TEMPLATE).render(about)
+    how: Any = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    environment = Environment(loader=PackageLoader("bkn_zoo", "checkpoints"), undefined=ChainableUndefined, **how)
+    return environment.get_template("card.md.jinja").render(about)
 
 
 def is_card(text: str, config: Config) -> bool:
@@ -151,7 +147,6 @@ def _dataset(config: Config) -> Dataset:
 
 
 def _card_metadata(config: Config, name: str, license: str | None) -> str:
-    # Imported here, because it is slow and loading a network does not need it.
     from huggingface_hub import EvalResult, ModelCardData
 
     data = _dataset(config)

@@ -29,16 +29,13 @@ class Config:
     """The description of one checkpoint.
 
     Attributes:
-        format_version: version of the folder's layout.
         norm: the last part of the architecture's name; "bkn" for a converted network.
         norm_options: options of the norm, or of the library's network, as in `create_model`.
         statistics_batch_size: images per statistics group in training; None means the whole batch.
         default_statistics: the mode of calls that do not choose one.
         label_names: one per class, in the order of the outputs.
-        training: recipe and data, free-form.
         accuracy: per statistics mode, percentages such as {"top1": 71.2, "top5": 90.1}, measured on the stored weights.
         uncertain_below: per statistics mode, the probability that 95 % of the correct answers on held-out images reach.
-        versions: versions of the libraries that wrote the checkpoint.
         sha256: SHA-256 of each file of weights; empty if unknown.
     """
 

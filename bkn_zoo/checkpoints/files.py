@@ -1,7 +1,4 @@
-"""The files of a checkpoint folder: their names, checks that they are complete, and writing all of them or none.
-
-Weights are always safetensors files, and config.json has the SHA-256 of each.
-"""
+"""The files of a checkpoint folder: their names, checks that they are complete, and writing all of them or none."""
 
 import errno
 import hashlib
@@ -159,9 +156,8 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(
-            f"{folder} cannot be created for the results ({error.strerror}): choose another folder."
-        ) from None
+        reason = error.strerror
+        raise InputError(f"{folder} cannot be created for the results ({reason}): choose another folder.") from None
     if not os.access(folder, os.W_OK | os.X_OK):
         raise InputError(f"{folder} is not writable: choose another folder for the results.")
 

@@ -1,8 +1,4 @@
-"""Saves, loads and verifies checkpoint folders.
-
-A folder contains config.json, model.safetensors (or shards with an index), README.md and golden.safetensors, exactly as
-on the Hub. It is complete or absent, even if the process that writes it dies.
-"""
+"""Saves, loads and verifies checkpoint folders, which are complete or absent, even if the process that writes dies."""
 
 import math
 import os
@@ -58,10 +54,8 @@ def save_pretrained(
     """Write a checkpoint folder, or replace one. Weights of two dimensions and more are stored in 16 bits.
 
     Args:
-        model: a network from `create_model` or `from_pretrained`.
         folder: where to save; an existing folder may contain a checkpoint and nothing else.
         label_names: by default those of the checkpoint that the model came from, if any, as `preprocessing`.
-        preprocessing: how images become inputs.
         training: recipe and data, free-form; like `accuracy`, it is not copied from an earlier checkpoint.
         accuracy: percentages per statistics mode, such as {"sample": {"top1": 71.2}}.
         uncertain_below: per statistics mode, the probability below which an answer is uncertain.
@@ -205,8 +199,8 @@ def verify_golden(name_or_folder: str | os.PathLike[str]) -> dict[str, float]:
     differences = {}
     for mode, output in outputs.items():
         wanted = golden[mode]
-        same = output.shape == wanted.shape
         scale = wanted.abs().max().clamp_min(1e-6)
+        same = output.shape == wanted.shape
         differences[mode] = ((output - wanted).abs().max() / scale).item() if same else math.inf
         if not differences[mode] <= GOLDEN_TOLERANCE:
             raise CheckpointError(
@@ -223,9 +217,10 @@ def _make_config(model: Network, default_statistics: str | None, **given: Any) -
             f"a {kind} cannot be saved: pass a network from create_model, without a wrapper. It can load weights of a "
             "converted network of torchvision or timm (torchvision:NAME). For other networks, save the state_dict."
         )
+    given = {name: value for name, value in given.items() if value is not None}
     origin: Config | None = getattr(model, "config", None)
     if origin is not None and origin.num_classes == model.num_classes:
-        given = {"label_names": origin.label_names, "preprocessing": origin.preprocessing} | _without_none(given)
+        given = {"label_names": origin.label_names, "preprocessing": origin.preprocessing} | given
     config = Config(
         format_version=FORMAT_VERSION,
         architecture=model.name,
@@ -235,14 +230,10 @@ def _make_config(model: Network, default_statistics: str | None, **given: Any) -
         statistics_batch_size=model.statistics_batch_size,
         default_statistics=model.default_statistics if default_statistics is None else default_statistics,
         versions={"bkn_zoo": __version__, "torch": torch.__version__, "safetensors": safetensors.__version__},
-        **_without_none(given),
+        **given,
     )
     config.to_json()  # refuses values that cannot be stored before anything is written
     return config
-
-
-def _without_none(given: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in given.items() if value is not None}
 
 
 @reading()

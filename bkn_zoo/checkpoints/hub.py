@@ -49,14 +49,9 @@ def download(
     for patterns in ([CONFIG], list(NEEDED_FILES)):
         with hub_errors(what):
             found = snapshot_download(
-                repository,
-                revision=revision,
-                token=token,
-                cache_dir=None if cache_dir is None else Path(cache_dir),
-                allow_patterns=patterns,
-                library_name="bkn_zoo",
-                library_version=__version__,
-            )
+                repository, revision=revision, token=token, cache_dir=None if cache_dir is None else Path(cache_dir),
+                allow_patterns=patterns, library_name="bkn_zoo", library_version=__version__,
+            )  # fmt: skip
         folder = Path(found)
         if not (folder / CONFIG).exists():
             raise CheckpointError(f"{what} has no {CONFIG}, so it is not a checkpoint of bkn_zoo: correct the name.")
@@ -76,12 +71,9 @@ class Publication(NamedTuple):
 
 
 def push_to_hub(folder: str | os.PathLike[str], repository: str, *, private: bool = False) -> Publication:
-    """Publish a checkpoint folder in one commit. The repository is created if needed; repeating it changes nothing.
+    """Publish a checkpoint folder as "owner/repo", in one commit. Repeating it changes nothing.
 
-    Args:
-        folder: a checkpoint folder.
-        repository: "owner/repo".
-        private: whether a new repository is private.
+    A repository that does not exist is created, as a private one if asked.
     """
     check_repository(repository)
     folder = Path(folder)

@@ -75,10 +75,7 @@ def locate(
 
 @reading()
 def find(name: str | os.PathLike[str]) -> Path:
-    """The folder of a checkpoint on this machine, by its path or its name, without a request to the Hub.
-
-    The folder of a run stands for the checkpoint inside, which has the same name.
-    """
+    """The folder of a checkpoint on this machine, by its path or its name; that of a run stands for the one inside."""
     text = os.fspath(name)
     names = list_checkpoints()
     available = ", ".join(names) or "(none)"

@@ -72,11 +72,8 @@ def hardware() -> str:
     """The GPU in use, or the CPU with the number of cores that this process may use."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    return f"{cpu_name()}, {allowed_cores()} cores"
-
-
-def cpu_name() -> str:
     info = Path("/proc/cpuinfo")  # Linux only
     named = dict(re.findall(r"^(.*?)\s*: (.*)$", info.read_text() if info.exists() else "", re.MULTILINE))
     arm = {"0xd0c": "Neoverse-N1", "0xd40": "Neoverse-V1", "0xd49": "Neoverse-N2", "0xd4f": "Neoverse-V2"}
-    return named.get("model name") or arm.get(named.get("CPU part", ""), platform.machine())
+    cpu = named.get("model name") or arm.get(named.get("CPU part", ""), platform.machine())
+    return f"{cpu}, {allowed_cores()} cores"

@@ -1,7 +1,4 @@
-"""`bkn-zoo classify`: classifies images and folders. A command that writes a file can be resumed.
-
-Results are kept as JSON Lines, in FILE or, for other formats, in FILE.partial until all images are classified.
-"""
+"""`bkn-zoo classify`: classifies images and folders. Results for a file are JSON Lines until all are there."""
 
 import argparse
 import csv
@@ -14,16 +11,13 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from bkn_zoo.checkpoints.files import lock, replace_file
 from bkn_zoo.checkpoints.locate import default_checkpoint, locate
 from bkn_zoo.cli.options import announce, check_checkpoint
 from bkn_zoo.errors import ImageError, InputError, counted
 from bkn_zoo.terminal import printable
-
-if TYPE_CHECKING:  # slow imports happen in the commands that need them
-    from bkn_zoo.inference.classifier import Classifier
 
 FAILED = 1
 COLUMNS = ["file", "rank", "label", "score", "uncertain", "model", "revision", "weights", "statistics", "engine"]
@@ -103,9 +97,7 @@ def find_images(paths: Iterable[str], failures: dict[str, str]) -> Iterator[str]
             failures[path] = f"there is no file {path}: correct the path."
 
 
-def _results(
-    classifier: "Classifier", files: list[str], args: argparse.Namespace, failures: dict[str, str]
-) -> Iterator[Result]:
+def _results(classifier: Any, files: list[str], args: argparse.Namespace, failures: dict[str, str]) -> Iterator[Result]:
     """Yield the results of readable images, and add the errors of the others to the failures."""
     from bkn_zoo.progress import bar
 
@@ -123,7 +115,7 @@ def _results(
             done(1)
 
 
-def _to_file(classifier: "Classifier", files: list[str], args: argparse.Namespace, failures: dict[str, str]) -> int:
+def _to_file(classifier: Any, files: list[str], args: argparse.Namespace, failures: dict[str, str]) -> int:
     """Write the missing results to the file. Returns the number of images in it."""
     output: Path = args.output
     lines = output if args.format == "jsonl" else output.with_name(f"{output.name}.partial")
@@ -153,13 +145,13 @@ def _to_file(classifier: "Classifier", files: list[str], args: argparse.Namespac
     return count
 
 
-def weights_id(classifier: "Classifier") -> str | None:
+def weights_id(classifier: Any) -> str | None:
     """The SHA-256 of the weights, or of the hashes of several files."""
     hashes = sorted(classifier.config.sha256.values())
     return hashlib.sha256("".join(hashes).encode()).hexdigest() if len(hashes) > 1 else next(iter(hashes), None)
 
 
-def _resume(file: IO[bytes], path: Path, classifier: "Classifier", args: argparse.Namespace) -> tuple[set[str], int]:
+def _resume(file: IO[bytes], path: Path, classifier: Any, args: argparse.Namespace) -> tuple[set[str], int]:
     """The images in an existing file, and the end of the last one; an error if the file was made with other options."""
     top_k = min(args.top_k, classifier.config.num_classes)
     ours = {"--checkpoint": classifier.name, "--statistics": classifier.choose(args.statistics), "--top-k": top_k}
@@ -191,9 +183,10 @@ def _texts(form: str, results: Iterable[Result]) -> Iterator[str]:
     """The output in a format, in parts."""
     if form == "json":
         yield "[\n" + ",\n".join(_json_line(result).rstrip("\n") for result in results) + "\n]\n"
+        return
     if form == "csv":
         yield ",".join(COLUMNS) + "\n"
-    yield from map({"table": _table, "csv": _csv_rows, "jsonl": _json_line, "json": str}[form], results)
+    yield from map({"table": _table, "csv": _csv_rows, "jsonl": _json_line}[form], results)
 
 
 def _json_line(result: Result) -> str:

@@ -25,10 +25,8 @@ Classifies images.
     bkn-zoo classify 'photos/**/*.jpg' --output out.csv
     curl https://example.org/cat.jpg | bkn-zoo classify -
 
-The command resumes after an interruption: until all images are classified, results are in FILE.partial. A .jsonl file
-is written directly, and can be extended by further images.
-Images that cannot be read are listed on stderr at the end. The exit code is 1 if such an image was an argument of the
-command, or if no image could be read; otherwise it is 0.
+With --output, the command resumes after an interruption, and a .jsonl file can be extended by further images.
+Images that cannot be read are listed at the end. The exit code is 1 if one was an argument, or if none could be read.
 """
 COMPARE = """\
 Shows the three statistics modes side by side, with the time of the network alone (the median of five runs).

@@ -1,7 +1,4 @@
-"""`bkn-zoo train`: from its options to a plan, and from the plan to a checkpoint. The plan is made without PyTorch.
-
-There is an option for each field of a recipe.
-"""
+"""`bkn-zoo train`: from its options, one for each field of a recipe, to a plan (without PyTorch) and a checkpoint."""
 
 import argparse
 import dataclasses
@@ -38,8 +35,7 @@ Trains a network by a recipe, or fine-tunes one on your images; writes a checkpo
 
 Options override fields of the recipe, and become part of the run's name unless --name is given. The output folder,
 runs/NAME, holds the checkpoint (a folder with the run's name), curves.png, classes.csv, log.jsonl, state.pt until the
-training is finished, and results/runs/NAME.json, the record. The statistics mode is chosen on the validation images;
-the test images are used once, at the end, with the stored weights.
+training is finished, and results/runs/NAME.json, the record. Test images are used once, at the end.
 
 Ctrl-C saves the state, prints how to resume and stops; a second Ctrl-C stops at once. --resume needs the same options
 and as many processes; on the same hardware and versions the weights are identical to those without an interruption.
@@ -117,7 +113,14 @@ def parse_training(arguments: list[str]) -> tuple[argparse.Namespace, dict[str, 
         else:
             rest.append(word)
     args = parser.read(rest)
-    _take_sources(parser, args)
+    sources = [*args.sources, *([str(args.data)] if args.data else [])]
+    if not sources:
+        parser.error("the folder of the data set is missing: run bkn-zoo train FOLDER")
+    if len(sources) > 2:
+        parser.error(f"unrecognized arguments: {' '.join(sources[1:-1])}")
+    args.recipe, args.data = Path(sources[0]) if len(sources) == 2 else None, Path(sources[-1])
+    if find_recipe(args.data).is_file():
+        parser.error(f"{args.data} is a recipe: add the folder of the data set")
     if args.private and not args.publish:
         parser.error("--private is for --publish")
     for name in (*FIELDS, *(f"augmentation.{name}" for name in AUGMENTATION)):
@@ -127,18 +130,6 @@ def parse_training(arguments: list[str]) -> tuple[argparse.Namespace, dict[str, 
         if not value:  # perhaps a variable of the shell that is not set
             parser.error(f"--{name.replace('_', '-')} needs a value")
     return args, {name: literal(value) for name, value in found.items()}
-
-
-def _take_sources(parser: Parser, args: argparse.Namespace) -> None:
-    """Set `data` and `recipe` from the positional arguments: [RECIPE] FOLDER, or RECIPE with --data."""
-    words = [*args.sources, *([str(args.data)] if args.data else [])]
-    if not words:
-        parser.error("the folder of the data set is missing: run bkn-zoo train FOLDER")
-    if len(words) > 2:
-        parser.error(f"unrecognized arguments: {' '.join(words[1:-1])}")
-    args.recipe, args.data = Path(words[0]) if len(words) == 2 else None, Path(words[-1])
-    if find_recipe(args.data).is_file():
-        parser.error(f"{args.data} is a recipe: add the folder of the data set")
 
 
 def literal(text: str) -> Any:

@@ -155,9 +155,9 @@ class GraphClassifier:
 def stored_classifier(location: Location, statistics: str | None, *how: str) -> tuple[Path | None, Any]:
     """The file for the graph of a checkpoint in one mode, and a classifier if an earlier start has stored it."""
     config = Config.read(location.folder / CONFIG)
-    if config.preprocessing is None or not config.sha256 or not find_spec("openvino"):
-        return None, None
-    if config.preprocessing.native_size is not None:  # enlarging needs PyTorch
+    # Enlarging (native_size) needs PyTorch.
+    images = config.preprocessing
+    if images is None or images.native_size or not config.sha256 or not find_spec("openvino"):
         return None, None
     chosen = choose_statistics(False, statistics, config.statistics_batch_size, config.default_statistics)
     file = graph_file(config, chosen.mode == "population", *how)

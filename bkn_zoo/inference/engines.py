@@ -15,7 +15,6 @@ from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.cores import check_device, usable_cores
 from bkn_zoo.errors import InputError, UnknownNameError
 from bkn_zoo.inference import ENGINES, PRECISIONS
-from bkn_zoo.inference.cuda_graph import Captured
 from bkn_zoo.inference.folding import frozen, in_float32, in_precision, prepare, too_large_for_f16
 from bkn_zoo.inference.graph_cache import PRECISION, graph_options, native
 from bkn_zoo.inference.openvino_graph import Graph, build_graph, compiled, ov
@@ -26,10 +25,15 @@ from bkn_zoo.progress import waiting
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 KEPT = 12  # cached networks or graphs per engine; OpenVINO needs one for each mode and image size
-
 # PyTorch's count of the changes of a tensor.
 CHANGES = operator.attrgetter("_version")
 USUAL_SIDE = 224  # of images, if a converted network's checkpoint does not define it
+
+SIZES = (1, 2, 4, 8, 16, 32)
+"""Batch sizes of captured graphs. Other batches are padded to the next size, and larger ones are split."""
+
+_capturing = threading.Lock()
+"""A lock for all engines: a capture begins with a synchronization, which would break another capture."""
 
 Prepared = TypeVar("Prepared")
 
@@ -45,19 +49,16 @@ def create_engine(
         engine: "torch", "openvino", or "auto" for the fastest installed one: PyTorch for converted networks whose code
             OpenVINO cannot run.
         device: "cpu", or "cuda" for PyTorch.
-        precision: "f32", "f16", "bf16", or "auto" for the fastest of the hardware: bf16 or f16 on a GPU; with
-            OpenVINO, bf16 on processors with AMX or AVX512-bf16 and f16 on Arm processors that support it; otherwise
-            f32. In 16 bits, statistics and beliefs stay float32 with PyTorch; with OpenVINO they do not.
+        precision: "f32", "f16", "bf16", or "auto" for the fastest of the hardware: 16 bits on a GPU, and with OpenVINO
+            on processors that support it. Statistics and beliefs stay float32 with PyTorch; with OpenVINO they do not.
         streams: images that OpenVINO runs at once, each on its share of the cores. This gives more images per second,
             but each takes longer. At most one per core, limited by a CPU quota.
     """
     if engine not in ENGINES:
         raise UnknownNameError(f"unknown engine {engine!r}: choose one of {', '.join(ENGINES)}.")
     if not isinstance(model, BeliefNetwork):
-        raise InputError(
-            f"engines do not support a {type(model).__name__}: pass a network of the zoo, or a network that "
-            "bkn_zoo.convert converted as a whole."
-        )
+        kind = type(model).__name__
+        raise InputError(f"engines do not support a {kind}: pass a network of the zoo, or one from bkn_zoo.convert.")
     check_device(device)
     if type(streams) is not int or streams < 1:
         raise InputError(f"streams is {streams!r}: choose a whole number of at least 1.")
@@ -153,6 +154,7 @@ class Engine:
         with self._lock:
             self._prepared.clear()
             self._weights = Weights(self.model)
+            self.stored = None
 
     def precision_at(self, mode: str) -> str:
         """The precision of a statistics mode. With precision="auto", it can differ from `precision`."""
@@ -217,10 +219,8 @@ class TorchEngine(Engine):
         images = images.to(self.device, self.dtype, copy=copied, memory_format=layout)
         if not images.is_cuda:
             return in_float32(network(images, statistics=statistics))
-        replayed = self._once(
-            (statistics, layout, images.shape[2:]), lambda: Captured(network, statistics, images, layout)
-        )  # fmt: skip
-        return replayed(images)
+        key = statistics, layout, images.shape[2:]
+        return self._once(key, lambda: Captured(network, statistics, images, layout))(images)
 
     def _prepare(self, statistics: Statistics, layout: torch.memory_format) -> Any:
         # On a GPU, the fused kernels of the norms are the fastest way to compute statistics of the image.
@@ -229,14 +229,55 @@ class TorchEngine(Engine):
         return in_precision(network, self.dtype).to(self.device).to(memory_format=layout)
 
 
+class Captured:
+    """One network for images of one size, with a graph for each of `SIZES`. They share memory, so they run in turns."""
+
+    def __init__(self, network: nn.Module, statistics: Statistics, images: Tensor, layout: torch.memory_format) -> None:
+        self.network, self.statistics = network, statistics
+        like = images[:1].contiguous(memory_format=layout)
+        self.images = torch.empty_like(like.expand(SIZES[-1], *like.shape[1:]), memory_format=layout)
+        self.images.copy_(like)
+        self.stream, self.pool = torch.cuda.Stream(images.device), torch.cuda.graph_pool_handle()
+        self.graphs: dict[int, tuple[Any, Tensor]] = {}
+        self.lock = threading.Lock()
+
+    def __call__(self, images: Tensor) -> Tensor:
+        caller = torch.cuda.current_stream(images.device)
+        with self.lock, torch.cuda.device(images.device):
+            self.stream.wait_stream(caller)
+            with torch.cuda.stream(self.stream):
+                logits = torch.cat([self._replay(part) for part in images.split(SIZES[-1])])
+            caller.wait_stream(self.stream)
+        images.record_stream(self.stream)
+        logits.record_stream(caller)
+        return logits
+
+    def _replay(self, images: Tensor) -> Tensor:
+        count = len(images)
+        size = next(size for size in SIZES if size >= count)
+        if size not in self.graphs:
+            self.graphs[size] = self._capture(size)
+        graph, logits = self.graphs[size]
+        self.images[:count].copy_(images)
+        graph.replay()
+        return logits[:count].clone()
+
+    def _capture(self, size: int) -> tuple[Any, Tensor]:
+        images = self.images[:size]
+        graph = torch.cuda.CUDAGraph()
+        with _capturing:
+            self.network(images, statistics=self.statistics)  # compiles kernels, chooses algorithms
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                logits = in_float32(self.network(images, statistics=self.statistics))
+        return graph, logits
+
+
 class OpenVINOEngine(Engine):
     """OpenVINO on a CPU. It runs as many images of a batch at once as it has streams, because batches gain nothing."""
 
     name = "openvino"
 
-    def __init__(
-        self, model: BeliefNetwork, device: str = "cpu", precision: str = "f32", streams: int = 1
-    ) -> None:  # fmt: skip
+    def __init__(self, model: BeliefNetwork, device: str = "cpu", precision: str = "f32", streams: int = 1) -> None:
         if ov is None:
             raise InputError("the OpenVINO engine needs openvino: install it with pip install 'bkn-zoo[openvino]'.")
         if torch.device(device).type != "cpu":

@@ -32,9 +32,8 @@ def export(
 ) -> Path:
     """Write a checkpoint as an ONNX file that needs no code of this package, and return its path.
 
-    The input is `images`, (any number, 3, size, size) in float32, preprocessed, and the output is `logits`. The file's
-    metadata has labels, preprocessing, statistics and name. Before the file gets its name, its outputs are compared
-    with those of the checkpoint.
+    The input is `images`, (any number, 3, size, size) in float32, preprocessed, and the output is `logits`. Its outputs
+    are compared with those of the checkpoint. The file's metadata has labels, preprocessing, statistics and name.
 
     Args:
         name: a checkpoint's name or folder, as in `bkn_zoo.from_pretrained`.
@@ -64,9 +63,8 @@ def export(
         _compare(path, scratch / path.name, images, wanted)
         os.replace(scratch / path.name, path)
     except OSError as error:
-        raise CheckpointError(
-            f"{path} could not be written ({error}): free disk space, or choose another file."
-        ) from error
+        message = f"{path} could not be written ({error}): free disk space, or choose another file."
+        raise CheckpointError(message) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return path

@@ -1,8 +1,7 @@
 """Prepares copies of a network that are faster at inference, for population statistics or for statistics of the image.
 
 With population statistics, every norm is folded into the convolution before it. With statistics of the image (`sample`,
-`expected`), parts of the norms that do not depend on the image are computed once. Equal first layers of the branches of
-an Inception block are merged.
+`expected`), parts of the norms that do not depend on the image are computed once.
 """
 
 import copy
@@ -26,22 +25,17 @@ LARGEST_UNDIVIDED, LARGEST_DIVIDED = 16, 8000
 """In f16, channels with a larger mean or variance are divided by a power of two; the second cannot be represented."""
 
 SMALL_TRANSITION = 2**17
-"""Numbers in the largest transition A = U V that is multiplied out: two products with a small A are faster than seven
-operations with U and V."""
+"""Numbers in the largest A = U V that is multiplied out: two products are faster than seven operations with U and V."""
 
 AnyNetwork = TypeVar("AnyNetwork", bound=BeliefNetwork)
 """A network of the zoo, or any network that was converted as a whole."""
 
 
 @torch.no_grad()
-def prepare(
-    model: AnyNetwork, statistics: Statistics, as_stored: bool = False, shrink: bool = False
-) -> AnyNetwork:  # fmt: skip
+def prepare(model: AnyNetwork, statistics: Statistics, as_stored: bool = False, shrink: bool = False) -> AnyNetwork:
     """A faster copy of `model`, for population statistics or for those of an image.
 
-    Args:
-        as_stored: as in `frozen`.
-        shrink: whether to divide features with large statistics, so that f16 can represent the statistics.
+    `as_stored` is that of `frozen`. With `shrink`, features are divided so that f16 can represent their statistics.
     """
     for name, module in model.named_modules():
         if isinstance(module, RunningNorm) and has_hooks(module):
@@ -74,12 +68,9 @@ def _large_statistics(model: nn.Module, limit: float) -> dict[str, Tensor]:
 
 
 def _divide_features(model: AnyNetwork, network: AnyNetwork) -> dict[str, Tensor]:
-    """Divide channels with large statistics by powers of two, in the convolutions of a copy of `model`.
+    """Divide channels with large statistics in convolutions of a copy of `model`. Returns the divisors by norm.
 
     OpenVINO on Arm sums a row of a map in f16, so that a variance of 130 of an image of 224 px can be infinite.
-
-    Returns:
-        The divisors of the norms' inputs, by the names of the norms.
     """
     large = _large_statistics(model, LARGEST_UNDIVIDED)
     convs = _convolutions(frozen(model)) if large else {}
@@ -214,8 +205,7 @@ def in_float32(output: Any) -> Tensor:
 class FoldedNorm(nn.Module):
     """The rest of a norm that was folded into a convolution: the residual sum and the ReLU.
 
-    The shift is added here if there is a pooling between convolution and norm: a scale passes through an average, but a
-    bias before it would be diluted by zero padding.
+    After a pooling it has the shift, too: a bias before the pooling would be diluted by zero padding.
     """
 
     shift: Tensor | None
@@ -328,10 +318,7 @@ class ImageNorm(nn.Module):
 
 
 def weigh(norms: list[ImageNorm], own: Any) -> None:
-    """Set the share of an image's own statistics in `expected`, a tensor or a value in a graph; 1 is `sample`.
-
-    All norms share one value, because every operation of a graph takes time to compile.
-    """
+    """Set the share of an image's own statistics in `expected`, a tensor or a value in a graph; 1 is `sample`."""
     others = 1 - own
     partners = [(norm.image_mean, norm.image_var, norm.image_spread) for norm in norms]
     mean, var, spread = (torch.cat(parts) for parts in zip(*partners, strict=True))
@@ -379,8 +366,7 @@ def _observe_plainly(x: Tensor) -> Belief:
 
 def _spatial_mean(x: Tensor) -> Tensor:
     """The mean of the means of rows, because a runtime may sum in f16, as OpenVINO does on Arm by default."""
-    height, width = x.shape[2:]
-    return F.avg_pool2d(F.avg_pool2d(x, (1, width)), (height, 1))
+    return F.avg_pool2d(F.avg_pool2d(x, (1, x.shape[3])), (x.shape[2], 1))
 
 
 def join(network: AnyNetwork) -> AnyNetwork:

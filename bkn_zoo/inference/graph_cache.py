@@ -56,7 +56,7 @@ def graph_file(*about: Any) -> Path | None:
     # The precision may depend on the processor, and the engine on whether there is a GPU.
     hardware = native(), sorted(Path("/dev").glob("nv[ghi]*")), os.environ.get("CUDA_VISIBLE_DEVICES")
     name = hashlib.sha256(repr((about, code, versions, hardware)).encode()).hexdigest()
-    return (folder := cache_folder()) and folder / f"{name}.xml"
+    return (folder := cache_folder()) and folder / f"bkn_zoo-{name}.xml"
 
 
 def load_graph(file: Path) -> Any:
@@ -89,7 +89,7 @@ def cache_folder() -> Path | None:
 def delete_old_graphs(folder: Path) -> None:
     """Delete the least recently used files if all together are too large. Other processes may do so, too."""
     files = []
-    for path in folder.glob("*.[bx]*"):
+    for path in [*folder.glob("*.blob"), *folder.glob("bkn_zoo-*")]:
         with suppress(OSError):
             status = path.stat()
             files.append((max(status.st_atime, status.st_mtime), status.st_size, path))

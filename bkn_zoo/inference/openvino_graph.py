@@ -26,11 +26,7 @@ if ov is not None:
 
 
 class Graph:
-    """A compiled OpenVINO graph for one image, with one request per concurrent image.
-
-    Args:
-        single: the second result of `build_graph`.
-    """
+    """A compiled OpenVINO graph for one image, with one request per concurrent image; `single` as in `build_graph`."""
 
     def __init__(self, compiled: Any, single: bool = False) -> None:
         self.compiled, self.single = compiled, single
@@ -66,13 +62,9 @@ class Graph:
 def build_graph(
     network: BeliefNetwork, shape: tuple[int, ...], population: bool, options: dict[Any, Any]
 ) -> tuple[Any, bool]:
-    """The graph of a network that was prepared for population statistics or for those of an image, (3, height, width).
+    """The graph of a prepared network, and whether a norm without a prior observes a single value per channel.
 
-    `sample` and `expected` share one graph, which halves memory and compilation time. The share of an image's own
-    statistics is an input.
-
-    Returns:
-        The graph, and whether a norm without a prior observes a single value per channel, so that `sample` is refused.
+    `sample` and `expected` share one graph: the share of an image's own statistics is an input.
     """
     inputs = [ops.parameter([1, *shape])]
     precision = options.get(PRECISION)
@@ -164,10 +156,7 @@ def _merge_products(model: Any) -> None:
 
 
 def _pair_products(model: Any, beliefs: list[Belief]) -> None:
-    """Join the product of A and a mean with that of the squares and a variance, as a batch of two products.
-
-    With AMX, OpenVINO computes a product of one vector in a kernel for large matrices, and a batch in a faster one.
-    """
+    """Join the product of A and a mean with that of the squares and a variance, a batch, which is faster with AMX."""
     products = _products(model)
     for belief in beliefs:
         pair = [products.pop(_place(value.node), []) for value in cast(Any, belief)]
@@ -188,10 +177,7 @@ def _constant(node: Any) -> Any:
 
 
 def _store_weights(model: Any, halves: bool) -> None:
-    """Store weights in 16 bits for f16, otherwise in 32.
-
-    OpenVINO would convert them, too, but takes a second or two for ResNet101, and NumPy a fifth of a second.
-    """
+    """Store weights in 16 bits for f16, otherwise in 32. OpenVINO would, too, but takes ten times as long as NumPy."""
     for node in model.get_ordered_ops():
         full = node.get_type_name() == "Constant" and node.get_element_type() == ov.Type.f32 and len(node.shape) > 1
         if halves and full:
@@ -204,10 +190,7 @@ def _store_weights(model: Any, halves: bool) -> None:
 
 
 def average_by_rows(model: Any) -> None:
-    """Compute averages of whole maps as averages of the averages of rows, because on Arm f16 is summed in f16.
-
-    Over 112 x 112 positions at once, a variance was wrong by 8 %, and a variance of 6 was infinite.
-    """
+    """Compute averages of whole maps as averages of the averages of rows, because on Arm f16 is summed in f16."""
     for node in model.get_ordered_ops():
         if node.get_type_name() != "AvgPool":
             continue

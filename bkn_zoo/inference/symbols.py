@@ -25,8 +25,7 @@ class Symbol:
     """A value in an OpenVINO graph that is being built, in place of a tensor.
 
     PyTorch passes every function call with a Symbol to `__torch_function__`. Functions of tensors only are computed at
-    once, and their results become constants. Errors are unsupported operations, and those that could silently differ:
-    an in-place change of memory that another Symbol shares, and control flow that depends on a value.
+    once, and their results become constants.
     """
 
     dtype, is_cpu, is_cuda, requires_grad, device = torch.float32, True, False, False, torch.device("cpu")
@@ -77,9 +76,7 @@ class Symbol:
         return True
 
     def _decides(self, *_: Any) -> Any:
-        raise InputError(
-            "the OpenVINO engine cannot translate control flow that depends on values: choose engine='torch'."
-        )
+        raise InputError("OpenVINO cannot translate control flow that depends on values: choose engine='torch'.")
 
     __bool__ = __float__ = __int__ = __index__ = __iter__ = _decides
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __contains__ = _decides
@@ -141,8 +138,7 @@ def _sizes(sizes: Any) -> Any:
 
 
 def _pair(value: Any) -> list[int]:
-    first, second = [value] * 2 if isinstance(value, int) else [*value] * 2 if len(value) == 1 else value
-    return [first, second]
+    return [value] * 2 if isinstance(value, int) else [*value] * 2 if len(value) == 1 else list(value)
 
 
 def _conv2d(
@@ -348,8 +344,7 @@ TRANSLATIONS: dict[str, Callable[..., Any]] = {
     "mul": _arithmetic("multiply"),
     "div": _arithmetic("divide"),
 }
-"""Translations by the names of PyTorch's functions and methods, with their arguments. Names that end in an underscore
-change their first argument in place."""
+"""Translations by the names of PyTorch's functions and methods. Names with a final underscore work in place."""
 
 VIEWS = ("flatten", "unflatten", "unsqueeze", "reshape", "view", "split", "chunk", "transpose", "permute")
 """Functions whose result may share the memory of their first argument."""

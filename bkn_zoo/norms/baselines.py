@@ -83,8 +83,7 @@ class BatchRenorm2d(RunningNorm):
 class GroupNorm2d(nn.GroupNorm):
     """Group normalization (Wu & He 2018) with 32 groups, or with `channels_per_group` channels per group.
 
-    If these do not divide the channels of a layer, the greatest common divisor is used. Each image is normalized by
-    itself in training and at inference, so the three statistics modes agree.
+    If these do not divide the channels of a layer, the greatest common divisor is used.
     """
 
     carries_belief = True

@@ -25,16 +25,11 @@ SMALLEST_SLOPE = 1e-4
 KALMAN = ("transition", "raw_process_noise", "raw_gain")
 """The names of A, R and q among a layer's parameters."""
 
-RAW_GAIN_OF_ONE = 40.0
-"""Its sigmoid is exactly 1 in float32 and float64. It is finite: averaging weights would turn infinity into NaN."""
-
-RAW_ZERO = -1000.0
-"""Its sigmoid and its softplus are exactly 0 in float32 and float64. It is finite, and exact in 16 bits."""
+RAW_GAIN_OF_ONE, RAW_ZERO = 40.0, -1000.0
+"""Their sigmoids are exactly 1 and 0. They are finite, because averaging weights would turn infinity into NaN."""
 
 
-def new_process_noise(
-    size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-) -> nn.Parameter:
+def new_process_noise(size: int, device: Any = None, dtype: torch.dtype | None = None) -> nn.Parameter:
     """A raw process noise at its initial value; R is its softplus. To share R, pass one of size 1 to all layers."""
     return nn.Parameter(inverse_softplus(torch.full((size,), INITIAL_PROCESS_NOISE, device=device, dtype=dtype)))
 
@@ -48,10 +43,10 @@ class BatchKalmanNorm(RunningNorm):
     """Normalizes with a belief that combines the layer's observation with a prediction from the layer below.
 
     This is the base class of `BatchKalmanNorm1d`, `2d` and `3d`. With gain q = 1, or without a prior, this is batch
-    normalization. With q = 0 the belief is the prediction, and A, R, q and the center do not learn.
+    normalization. With q = 0 the belief is the prediction, and A, R, q and the center do not learn. Arguments that are
+    not listed are those of `nn.BatchNorm2d`.
 
     Args:
-        num_features: channels of the input. Arguments that are not listed are those of `nn.BatchNorm2d`.
         prior_features: channels of the layer below, whose belief is passed to `forward`; None for a first layer.
         raw_process_noise: a parameter from `new_process_noise` that other layers share; None gives the layer its own,
             with one value per channel.
@@ -90,9 +85,7 @@ class BatchKalmanNorm(RunningNorm):
             num_features, eps, momentum, affine, track_running_stats, statistics_batch_size, device, dtype, bias
         )
         if initial_belief and prior_features is not None:
-            raise InputError(
-                "initial_belief=True needs a first layer: leave out prior_features, or leave out initial_belief."
-            )
+            raise InputError("initial_belief=True needs a first layer: leave out prior_features or initial_belief.")
         self.prior_features, self.centered = prior_features, centered
         like = torch.empty(0, device=device, dtype=dtype)
         if prior_features is None:
@@ -158,9 +151,8 @@ class BatchKalmanNorm(RunningNorm):
     @property
     def factors(self) -> Factors | None:
         """U and V of a layer with `transition_rank`, if its A is their product."""
-        if not isinstance(self.transition, nn.ParameterDict):
-            return None
-        return Factors(self.transition["left"], self.transition["right"])
+        found = self.transition
+        return Factors(found["left"], found["right"]) if isinstance(found, nn.ParameterDict) else None
 
     @property
     def transition_blocks(self) -> list[nn.Parameter]:
@@ -177,10 +169,9 @@ class BatchKalmanNorm(RunningNorm):
         return torch.sigmoid(in_full_precision(self.logit()))
 
     def logit(self) -> Tensor:
-        """The raw gain, whose sigmoid is the gain q.
+        """The raw gain. In a `centered` layer with a center, its gradient is that with respect to q.
 
-        In a `centered` layer with a center, its gradient is the natural one, that with respect to q. The true gradient
-        has a factor q (1 - q), with which a low gain hardly learns.
+        The true gradient has a factor q (1 - q), with which a low gain hardly learns.
         """
         raw = self.raw_gain
         if not self.centered or self.center is None or not raw.requires_grad or not torch.is_grad_enabled():
@@ -192,11 +183,7 @@ class BatchKalmanNorm(RunningNorm):
 
     @torch.no_grad()
     def set_gain(self, gain: float) -> None:
-        """Set the gain q to a number from 0 to 1. At both ends it stays there, because its gradient is zero.
-
-        With q = 1 the layer is batch normalization. With q = 0 it normalizes with its prediction. If A = 0, this is the
-        center and R, as a frozen batch norm normalizes with its running statistics.
-        """
+        """Set the gain q to a number from 0 to 1. At both ends it stays there, because its gradient is zero."""
         if not self.has_prior:
             raise InputError("a first layer has no gain: create it with initial_belief=True to give it one.")
         check_gain(gain)
@@ -263,10 +250,8 @@ class BatchKalmanNorm(RunningNorm):
         # A network in half precision keeps its beliefs in full.
         prior = Belief(in_full_precision(prior.mean), in_full_precision(prior.var))
         factors, dtype = self.factors, prior.mean.dtype
-        if factors is not None:
-            mean, var = predict(prior, Factors(factors.left.to(dtype), factors.right.to(dtype)), self.process_noise)
-        else:
-            mean, var = predict(prior, [block.to(dtype) for block in self.transition_blocks], self.process_noise)
+        transition = [block.to(dtype) for block in factors or self.transition_blocks]
+        mean, var = predict(prior, transition if factors is None else Factors(*transition), self.process_noise)
         return Belief(mean if self.center is None else mean + in_full_precision(self.center), var)
 
     def kalman_arguments(self, prior: Belief | None, groups: int) -> KalmanArguments:
@@ -283,14 +268,10 @@ class BatchKalmanNorm(RunningNorm):
 
     def _checked(self, prior: Belief | None, groups: int) -> Belief:
         if prior is None:
-            raise InputError(
-                "this layer needs the belief of the layer below: pass the belief that its norm returned as `prior`."
-            )
-        if prior.mean.shape != (groups, self.prior_features):
-            raise InputError(
-                f"the prior belief is {tuple(prior.mean.shape)}, but this layer needs {(groups, self.prior_features)}: "
-                "groups of this batch by channels of the layer below."
-            )
+            raise InputError("this layer needs the belief of the layer below: pass what its norm returned as `prior`.")
+        given, needed = tuple(prior.mean.shape), (groups, self.prior_features)
+        if given != needed:
+            raise InputError(f"the prior belief is {given}, but this layer needs {needed}: groups by channels below.")
         return prior
 
     def trust(self) -> Tensor | float:
@@ -299,9 +280,8 @@ class BatchKalmanNorm(RunningNorm):
     def check(self, x: Tensor, residual: Tensor | None = None) -> None:
         super().check(x, residual)
         if x.ndim not in self.dims:
-            raise InputError(
-                f"{type(self).__name__} does not accept an input with {x.ndim} dimensions, {tuple(x.shape)}."
-            )
+            kind, shape = type(self).__name__, tuple(x.shape)
+            raise InputError(f"{kind} does not accept an input with {x.ndim} dimensions, {shape}.")
 
     def extra_repr(self) -> str:
         text = f"{super().extra_repr()}, prior_features={self.prior_features}"

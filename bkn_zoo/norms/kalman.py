@@ -1,9 +1,7 @@
 """The two steps of Batch Kalman Normalization, as pure functions on beliefs.
 
-A belief is a layer's estimate of the distribution of its input. `predict` maps the belief of the layer below with the
-transition matrix, and `update` corrects the result with the layer's observation. Both use only the diagonal of the
-covariance, because normalization needs no more. `predict_full` and `update_full` are the paper's equations with full
-matrices, for tests and for measuring what the diagonal ignores.
+Both use only the diagonal of the covariance, because normalization needs no more. `predict_full` and `update_full` are
+the paper's equations with full matrices, for tests and for measuring what the diagonal ignores.
 """
 
 from collections.abc import Sequence
@@ -31,10 +29,7 @@ class Factors(NamedTuple):
 def predict(prior: Belief, transition: Tensor | Factors | Sequence[Tensor], process_noise: Tensor) -> Belief:
     """Map the belief of the layer below through x_k = A x_{k-1} + u, u ~ N(0, R).
 
-    Args:
-        prior: belief of the layer below, (groups, C_in).
-        transition: A, (C_out, C_in), its factors, or its blocks as in `carry`.
-        process_noise: R, the variance of u, (C_out,) or one number.
+    A is a matrix, (C_out, C_in), its factors, or its blocks as in `carry`; R is (C_out,) or one number.
     """
     if isinstance(transition, Factors):
         mean = F.linear(F.linear(prior.mean, transition.right), transition.left)

@@ -15,17 +15,15 @@ from bkn_zoo.torch_internals import AnyBatchNorm
 def recalibrate(model: nn.Module, batches: Iterable[Any], device: torch.device | str | None = None) -> None:
     """Replace all running averages by those over `batches`, which pass through the model in training mode.
 
-    Use it for weights that were averaged, pruned or replaced: the stored running averages belong to the old weights.
-    `torch.optim.swa_utils.update_bn` does this for PyTorch's own batch normalization only; this function also
-    recalibrates the layers of this package. If it fails, it restores the previous averages.
+    Use it for weights that were averaged, pruned or replaced, instead of `torch.optim.swa_utils.update_bn`, which does
+    not know the layers of this package. If it fails, it restores the previous averages.
 
     Args:
         batches: batches of images, or tuples that begin with them, as large as in training.
         device: where to move the images; None does not move them.
     """
-    norms: list[Any] = [
-        m for m in model.modules() if isinstance(m, RunningNorm | AnyBatchNorm) and m.track_running_stats
-    ]
+    found = (module for module in model.modules() if isinstance(module, RunningNorm | AnyBatchNorm))
+    norms: list[Any] = [norm for norm in found if norm.track_running_stats]
     if not norms:
         raise InputError("this model has no running averages, so there is nothing to recalibrate.")
     momenta = [norm.momentum for norm in norms]
@@ -61,8 +59,5 @@ def images_of(batch: Any) -> Tensor:
     """The images of a batch, which may be the first element of a tuple."""
     images: Any = batch[0] if isinstance(batch, tuple | list) and batch else batch
     if not isinstance(images, Tensor):
-        raise InputError(
-            f"a {type(images).__name__} is not a batch of images: pass tensors of images, or tuples that begin with "
-            "one."
-        )
+        raise InputError(f"a {type(images).__name__} is not a batch of images: pass tensors, or tuples with one first.")
     return images

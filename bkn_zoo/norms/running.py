@@ -46,9 +46,6 @@ class RunningNorm(nn.Module):
     In evaluation mode the layer is frozen. If the network around it is in training, a frozen layer normalizes with
     population statistics, and its running belief is the prior of the layer above.
 
-    The arguments are those of `nn.BatchNorm2d`, and `statistics_batch_size`: images per statistics group, if a call
-    does not specify it; None is the whole batch.
-
     Buffers, which stay float32 when the layer is cast to half precision:
         running_mean, running_var: the belief, averaged over training (`population`).
         image_mean, image_var, image_spread: mean of the images' means, mean of their variances and variance of their
@@ -77,12 +74,8 @@ class RunningNorm(nn.Module):
         device: torch.device | str | None = None, dtype: torch.dtype | None = None, bias: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.num_features = num_features
-        self.eps = eps
-        self.momentum = momentum
-        self.affine = affine
-        self.track_running_stats = track_running_stats
-        self.statistics_batch_size = statistics_batch_size
+        self.num_features, self.eps, self.momentum, self.affine = num_features, eps, momentum, affine
+        self.track_running_stats, self.statistics_batch_size = track_running_stats, statistics_batch_size
         kind: Any = {"device": device, "dtype": dtype}
         self.register_parameter("weight", nn.Parameter(torch.ones(num_features, **kind)) if affine else None)
         self.register_parameter("bias", nn.Parameter(torch.zeros(num_features, **kind)) if affine and bias else None)
@@ -135,8 +128,7 @@ class RunningNorm(nn.Module):
             statistics: at inference "population" (the default), "sample" or "expected".
 
         Returns:
-            The normalized features, and the belief that normalized them (None with population statistics). A norm of a
-            converted network takes and returns features only, as the batch norm that it replaces.
+            The features, and the belief that normalized them, if any. In a converted network, features only.
         """
         if self.link is not None:
             return self.link.normalize(self, x)
@@ -263,10 +255,8 @@ class RunningNorm(nn.Module):
 
     def check(self, x: Tensor, residual: Tensor | None = None) -> None:
         if x.ndim < 2 or x.shape[1] != self.num_features:
-            raise InputError(
-                f"this layer normalizes {counted(self.num_features, 'channel')}, but its input has the shape "
-                f"{tuple(x.shape)}."
-            )
+            channels = counted(self.num_features, "channel")
+            raise InputError(f"this layer normalizes {channels}, but its input has the shape {tuple(x.shape)}.")
         (weight,) = self.own("weight")
         if weight is not None and x.device != weight.device:
             raise InputError(f"the input is on {x.device} but the layer on {weight.device}: move one of them.")
@@ -299,10 +289,9 @@ class RunningNorm(nn.Module):
 
     @torch.no_grad()
     def remember(self, belief: Belief, observed: Belief, images: Belief, group: int | None, positions: int) -> None:
-        """Move the running averages by `momentum` towards this step's, averaged over its images.
+        """Move the running averages by `momentum` towards this step's, averaged over its images, if all are finite.
 
-        The observed part of the variance gets Bessel's correction, as in PyTorch's batch normalization. A step with a
-        non-finite value does not change the averages, so one bad batch cannot spoil a model.
+        The observed part of the variance gets Bessel's correction, as in PyTorch's batch normalization.
         """
         count = images.mean.shape[0]
         size = group_size(count, group)
@@ -388,10 +377,7 @@ def refuse_single_values(x: Tensor, group: int | None, training: bool) -> None:
         return
     advice = "statistics='population', or larger images."
     if training:
-        advice = (
-            "more images per group (statistics_batch_size, or a larger batch), larger images, or freeze the layer with "
-            "eval()."
-        )
+        advice = "more images per group (statistics_batch_size), larger images, or freeze the layer with eval()."
     raise InputError(f"a statistics group of an input of {tuple(x.shape)} has one value per channel: use {advice}")
 
 

@@ -13,12 +13,9 @@ from bkn_zoo.norms.kalman import Belief
 class KalmanSequential(OneNoise, nn.Sequential):
     """`nn.Sequential` for networks with beliefs: passes the belief of each norm to the next norm.
 
-    Layers without beliefs (convolutions, ReLU, pooling) can be used unchanged; the belief bypasses them. A layer with
-    the attribute `carries_belief`, such as a norm, a container or your own block, is called with features, prior and
-    statistics, and returns features and belief.
-
-    Args:
-        statistics_batch_size: images per statistics group for all norms inside; None: each norm uses its own setting.
+    A layer with the attribute `carries_belief`, such as a norm, a container or your own block, is called with features,
+    prior and statistics, and returns features and belief. The belief bypasses all others (convolutions, ReLU, pooling).
+    `statistics_batch_size` is for all norms inside; with None, each norm uses its own setting.
     """
 
     carries_belief = True
@@ -30,13 +27,7 @@ class KalmanSequential(OneNoise, nn.Sequential):
     def forward(
         self, x: Tensor, prior: Belief | None = None, statistics: Statistics | str | None = None
     ) -> tuple[Tensor, Belief | None]:
-        """Features and belief after the last layer.
-
-        Args:
-            x: features, or images.
-            prior: the belief about them, unless this is the beginning of the network.
-            statistics: as in the norms: "population", "sample" or "expected", at inference only.
-        """
+        """Features and belief after the last layer. Without a prior, this is the beginning of the network."""
         group = self.statistics_batch_size
         if group is not None and (isinstance(statistics, str) or (statistics is None and self.training)):
             statistics = choose_statistics(self.training, statistics, group)
@@ -46,7 +37,8 @@ class KalmanSequential(OneNoise, nn.Sequential):
                 chosen = statistics
                 if statistics is None and self.training and not layer.training:
                     # A frozen norm cannot see that the network is training and that the norm above needs its belief.
-                    chosen = Statistics("batch", _own_group(layer))
+                    sizes = (getattr(part, "statistics_batch_size", None) for part in layer.modules())
+                    chosen = Statistics("batch", next((size for size in sizes if size is not None), None))
                 x, belief = layer(x, belief, chosen)
             elif _loses_beliefs(layer):
                 raise InputError(
@@ -61,12 +53,6 @@ class KalmanSequential(OneNoise, nn.Sequential):
         if isinstance(index, slice):
             part.statistics_batch_size, part.training = self.statistics_batch_size, self.training
         return part
-
-
-def _own_group(layer: nn.Module) -> int | None:
-    """Images per statistics group of a layer or, if it has no setting, of the first layer inside that has one."""
-    sizes = (getattr(part, "statistics_batch_size", None) for part in layer.modules())
-    return next((size for size in sizes if size is not None), None)
 
 
 def _loses_beliefs(layer: nn.Module) -> bool:

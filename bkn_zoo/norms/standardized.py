@@ -1,8 +1,4 @@
-"""Convolutions with standardized weights (Qiao et al. 2019).
-
-Every output channel's weight has mean 0 and a variance of about 1/fan_in. The statistics of a layer's output then
-follow from those of its input, which is what the prediction of BKN assumes.
-"""
+"""Convolutions with standardized weights (Qiao et al. 2019): mean 0 and a variance of about 1/fan_in per channel."""
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,8 +28,8 @@ def standardize(weight: Tensor, eps: float = EPS) -> Tensor:
 class StandardizedConv(nn.Module):
     """Mixin for convolutions: `weight` is the raw weight, and the input is convolved with the standardized one.
 
-    In evaluation mode without gradients, the standardized weight is kept until the raw one changes. PyTorch counts
-    these changes, except those of a tensor's `.data` or by a replayed CUDA graph: call `eval()` after them.
+    In evaluation mode without gradients, it is kept until the raw one changes. PyTorch does not count changes of a
+    tensor's `.data` or by a replayed CUDA graph: call `eval()` after them.
     """
 
     weight: Tensor
@@ -53,7 +49,9 @@ class StandardizedConv(nn.Module):
         if self._ready is not None and torch.is_grad_enabled() and not saved_tensors_are_hooked():
             return self._ready
         constant = not (self.training or (torch.is_grad_enabled() and raw.requires_grad))
-        if not constant or observed_by_pytorch(raw.detach()) or raw.is_inference() or _is_captured(raw):
+        # A captured CUDA graph would refer to a kept weight after its memory is freed.
+        captured = raw.is_cuda and torch.cuda.is_current_stream_capturing()
+        if not constant or observed_by_pytorch(raw.detach()) or raw.is_inference() or captured:
             return standardize(raw)
         seen = (raw, raw._version, raw.data_ptr())
         kept = self._kept
@@ -72,50 +70,36 @@ class StandardizedConv(nn.Module):
         return {name: value for name, value in self.__dict__.items() if name not in ("_kept", "_ready", "_rows")}
 
 
-def _is_captured(weight: Tensor) -> bool:
-    """Whether a CUDA graph is being captured, which would refer to a kept weight after its memory is freed."""
-    return weight.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
 class StandardizedConv1d(StandardizedConv, nn.Conv1d):
-    """An `nn.Conv1d` with standardized weights."""
+    pass
 
 
 class StandardizedConv2d(StandardizedConv, nn.Conv2d):
-    """An `nn.Conv2d` with standardized weights."""
+    pass
 
 
 class StandardizedConv3d(StandardizedConv, nn.Conv3d):
-    """An `nn.Conv3d` with standardized weights."""
+    pass
 
 
-STANDARDIZED: dict[type[nn.Module], type[nn.Module]] = {
-    nn.Conv1d: StandardizedConv1d,
-    nn.Conv2d: StandardizedConv2d,
-    nn.Conv3d: StandardizedConv3d,
-}
-PLAIN = {standardized: plain for plain, standardized in STANDARDIZED.items()}
+PLAIN: dict[Any, Any] = {StandardizedConv1d: nn.Conv1d, StandardizedConv2d: nn.Conv2d, StandardizedConv3d: nn.Conv3d}
+STANDARDIZED: dict[Any, Any] = {plain: standardized for standardized, plain in PLAIN.items()}
 
 
 def standardize_convolutions(network: nn.Module, names: Collection[str] | None = None) -> None:
-    """Standardize the weights of convolutions, in place. Parameters and their names stay the same.
-
-    Args:
-        names: of the convolutions; by default all. Depthwise ones, whose fan-in is small, stay as they are.
-    """
+    """Standardize the weights of all or some convolutions, in place; not of depthwise ones, whose fan-in is small."""
     for name, module in network.named_modules():
         kind = STANDARDIZED.get(type(module))
-        if kind is not None and (names is None or name in names) and not is_depthwise(module):
-            module.__class__ = kind
+        if kind is None or (names is not None and name not in names):
+            continue
+        conv: Any = module
+        if not 1 < conv.groups == conv.in_channels:
+            conv.__class__ = kind
 
 
 def standardized_convolutions(network: nn.Module) -> list[StandardizedConv]:
     """The convolutions of a network that have standardized weights."""
     return [module for module in network.modules() if isinstance(module, StandardizedConv)]
-
-
-def is_depthwise(conv: Any) -> bool:
-    return conv.groups > 1 and conv.groups == conv.in_channels
 
 
 @torch.no_grad()
@@ -144,10 +128,7 @@ def in_one_launch(convs: Sequence[Any]) -> bool:
 
 @contextmanager
 def standardized_once(network: nn.Module) -> Iterator[None]:
-    """Standardize all weights of a network in one launch, if that is possible, for its calls within this context.
-
-    Not for compiled code, which launches few kernels anyway.
-    """
+    """Standardize all weights of a network in one launch, if that is possible, for its calls within this context."""
     convs: list[Any] = standardized_convolutions(network)
     if not in_one_launch(convs):
         yield

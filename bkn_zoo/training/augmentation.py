@@ -1,10 +1,6 @@
-"""Augmentation of training images: of a whole batch at once on its device; only random crops are taken from files.
-
-Random numbers depend only on the given numbers, so the same numbers give the same batch.
-"""
+"""Augmentation of batches on their device, by the given random numbers; only random crops are taken from files."""
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,11 +24,8 @@ class Batch(NamedTuple):
 
 def generator(device: torch.device | str, *numbers: int) -> torch.Generator:
     """A random generator that depends only on `numbers`."""
-    return torch.Generator(device).manual_seed(_seed(numbers))
-
-
-def _seed(numbers: Sequence[int]) -> int:
-    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) >> 1
+    seed = int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) >> 1
+    return torch.Generator(device).manual_seed(seed)
 
 
 def apply_policy(pixels: Tensor, policy: str, *numbers: int) -> Tensor:
@@ -42,7 +35,7 @@ def apply_policy(pixels: Tensor, policy: str, *numbers: int) -> Tensor:
     change = {"randaugment": v2.RandAugment, "trivialaugment": v2.TrivialAugmentWide}[policy]()
     with torch.random.fork_rng(devices=[]):
         # It draws from this generator only, on the host; torch.manual_seed would also change those of GPUs.
-        torch.default_generator.manual_seed(_seed(numbers))
+        torch.default_generator.manual_seed(generator("cpu", *numbers).initial_seed())
         return torch.stack([change(image) for image in pixels])
 
 

@@ -36,11 +36,6 @@ def batch_size(device: torch.device) -> int:
     return 16 if device.type == "cpu" else 500
 
 
-def evaluate(model: Any, batches: Iterable[Batch], modes: Sequence[str] = MODES) -> dict[str, dict[str, float]]:
-    """The result of `measure_accuracy` for each mode. The arguments are those of `compute_logits`."""
-    return measure_modes(*compute_logits(model, batches, modes))
-
-
 def measure_modes(logits: dict[str, Tensor], labels: Tensor) -> dict[str, dict[str, float]]:
     return {mode: measure_accuracy(outputs, labels) for mode, outputs in logits.items()}
 
@@ -58,10 +53,7 @@ def compute_logits(
     model: Any, batches: Iterable[Batch], modes: Sequence[str] = MODES,
     what: str | None = None, total: int | None = None,
 ) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
-    """The logits of all images for each mode, and their labels, by a network or an engine.
-
-    If it refuses one of several modes for these images, that mode is left out with a warning.
-    """
+    """The logits of all images for each mode, and their labels. A mode that the network refuses is left out."""
     network = model if isinstance(model, Network) else model.model
     logits: dict[str, list[Tensor]] = {mode: [] for mode in modes}
     labels = []

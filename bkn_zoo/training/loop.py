@@ -64,8 +64,11 @@ def fit(
             if _rank() == 0:
                 write_log(training.history, folder)
                 _write_scalars(writer, [line])
-            tired = largest_of_all(int(_is_tired(training, recipe, steps)))
-            training.finished = training.step == steps or bool(tired)
+            # The classifier's first phase, epoch 0, does not count.
+            lowest = min((earlier for earlier in training.history if earlier["epoch"] > 0), key=validation_loss)
+            tired = recipe.patience is not None and line["epoch"] - lowest["epoch"] >= recipe.patience
+            late = training.step >= max(recipe.warmup, 0.5) * steps
+            training.finished = training.step == steps or bool(largest_of_all(int(tired and late)))
             if not runtime.quiet:
                 _report_epoch(training, recipe, steps)
             saves.if_due([], training.finished or len(training.history) == 1)
@@ -78,14 +81,6 @@ def validate_epoch(training: Training, recipe: Recipe, data: Data, runtime: Runt
         mode = training.result.default_statistics
     mode = mode if mode in runtime.modes else runtime.modes[0]
     return measure_modes(*logits_on(training.result, data, data.validation, runtime, "validation", [mode]))
-
-
-def _is_tired(training: Training, recipe: Recipe, steps: int) -> bool:
-    """Whether the patience is used up. The classifier's first phase, epoch 0, does not count."""
-    if recipe.patience is None or training.step < max(recipe.warmup, 0.5) * steps:
-        return False
-    lowest = min((line for line in training.history if line["epoch"] > 0), key=validation_loss)
-    return training.history[-1]["epoch"] - lowest["epoch"] >= recipe.patience
 
 
 def _train_epoch(
@@ -234,10 +229,7 @@ def local_batch(recipe: Recipe, data: Data) -> int:
 
 
 def mean_losses(losses: list[Tensor], steps: int) -> Tensor:
-    """The mean losses over all processes; these are of the last ones of `steps` steps.
-
-    Raises an error if one is not finite, before a spoiled state is saved.
-    """
+    """The mean losses, of the last of `steps` steps, over all processes; refuses those that are not finite."""
     values = torch.stack(losses)
     if dist.is_initialized():
         dist.all_reduce(values)

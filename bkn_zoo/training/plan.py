@@ -164,7 +164,11 @@ def plan_training(
         fields = FINE_TUNING | source.fields(given.get("model")) if source else FROM_SCRATCH
     chosen = read_recipe(path, fields | given)
     root = Path(data)
-    name = name or _derived_name(path, root, given, chosen)
+    if not name:
+        # The overrides are part of it, so that a variant does not replace the original run.
+        told = (item for item in sorted(given.items()) if path is not None or item[0] != "model")
+        base = f"{chosen.model}.{root.resolve().name}" if path is None else path.stem
+        name = re.sub(r"[^\w.-]+", "_", base + "".join(f"-{field}_{value}" for field, value in told))
     if not NAME.fullmatch(name) or name == "results":
         rules = "use letters, digits and -_.=, begin with a letter or digit, and do not use results"
         raise InputError(f"{name!r} is not a valid name of a run: {rules}.")
@@ -180,10 +184,7 @@ def plan_training(
 def adapted(
     recipe: Recipe, images: int, given: Mapping[str, Any], pretrained: bool = True, cpu: bool = False
 ) -> Recipe:  # fmt: skip
-    """The recipe for this many images: batches that they fill, groups that divide these, and enough steps.
-
-    Fields in `given` stay as they are. The classifier of a frozen network needs no epochs: it is fitted before them.
-    """
+    """The recipe for this many images, except for fields in `given`: batches that they fill, groups, enough steps."""
     batch, group = recipe.gradient_batch, recipe.statistics_batch_size
     batch = batch if "gradient_batch" in given else min(batch, 1 << images.bit_length() - 1)
     least, most = ENOUGH_STEPS["pretrained" if pretrained else "new"]
@@ -191,6 +192,7 @@ def adapted(
     fields: dict[str, Any] = {
         "gradient_batch": batch, "statistics_batch_size": group and math.gcd(group, batch),
         "freeze": CPU_FREEZE if cpu and pretrained else recipe.freeze,
+        # The classifier of a frozen network is fitted before the first epoch.
         "epochs": 0 if recipe.freeze is True and pretrained else epochs,
     }  # fmt: skip
     return dataclasses.replace(recipe, **{name: value for name, value in fields.items() if name not in given})
@@ -202,10 +204,3 @@ def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in fields.items():
         flat |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
     return flat
-
-
-def _derived_name(path: Path | None, data: Path, given: Mapping[str, Any], recipe: Recipe) -> str:
-    """A name that contains the overrides, so that a variant does not replace the original run."""
-    name = f"{recipe.model}.{data.resolve().name}" if path is None else path.stem
-    told = (item for item in sorted(given.items()) if path is not None or item[0] != "model")
-    return re.sub(r"[^\w.-]+", "_", name + "".join(f"-{field}_{value}" for field, value in told))

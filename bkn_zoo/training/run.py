@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import signal
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from bkn_zoo.cores import check_device, default_device, keep_to_quota
 from bkn_zoo.errors import CheckpointError, TrainingError
 from bkn_zoo.modes import MODES
 from bkn_zoo.training.data import Runtime
-from bkn_zoo.training.datasets import Data, class_counts, class_weights, keep_apart, load_data
+from bkn_zoo.training.datasets import Data, class_weights, keep_apart, load_data
 from bkn_zoo.training.finish import TrainingResult, finish_training
 from bkn_zoo.training.interruption import Stopped, handled
 from bkn_zoo.training.loop import fit, images_at_a_time, local_batch
@@ -24,9 +25,6 @@ from bkn_zoo.training.plan import TrainingPlan, adapted, plan_training
 from bkn_zoo.training.recipes import Recipe
 from bkn_zoo.training.start import start, start_classifier
 from bkn_zoo.training.state import LOG, Training, load_state, replaces_finished
-
-# Classes whose numbers of images are printed
-MOST_CLASSES = 30
 
 
 def train(
@@ -69,7 +67,6 @@ def train(
 
     Raises:
         TrainingError: it diverged (`NonFiniteLossError`), or cannot continue, as with a full disk.
-        InputError, CheckpointError: the recipe, an option or the data; or a checkpoint or state are invalid.
     """
     plan = plan_training(
         recipe, data, overrides, init=init, name=name, output=output, results=results, device=device, resume=resume,
@@ -91,7 +88,12 @@ def fine_tune(data: str | os.PathLike[str], **options: Any) -> TrainingResult:
 def carry_out(plan: TrainingPlan) -> TrainingResult:
     """Train as planned."""
     plan = dataclasses.replace(plan, device=default_device() if plan.device == "auto" else plan.device)
-    joined = _join_processes(plan.device)
+    # The processes of torchrun train together.
+    joined = "RANK" in os.environ and not dist.is_initialized()
+    if joined:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if plan.device == "cuda" else "gloo")
+    if joined and plan.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     check_device(plan.device)
     if plan.device == "cpu" and plan.recipe.precision == "bfloat16" and not _cpu_supports_bfloat16():
         plan.say("this CPU does not support bfloat16: training in float32")  # it would be slow and print warnings
@@ -147,7 +149,9 @@ def _train_in_folder(
     if plan.fine_tuning:
         plan.say(_summary(recipe, data))
     if recipe.balance:
-        plan.say(_balance(data))
+        counts, weights = Counter(torch.as_tensor(data.train.labels).tolist()), class_weights(data)
+        told = (f"{name} {counts[k]:,} (weight {weights[k]:.3g})" for k, name in enumerate(data.label_names))
+        plan.say(f"images per class: {', '.join(told)}")
     if plan.fine_tuning and plan.source and not training.history:
         config = plan.source.config
         same_classes = config is not None and list(config.label_names or ()) == data.label_names
@@ -184,21 +188,3 @@ def _summary(recipe: Recipe, data: Data) -> str:
         f"{'' if data.test is None else f' and {len(data.test)} for testing'}; {p.size} px ({p.interpolation}); "
         f"epochs: {recipe.epochs}, batches of {recipe.gradient_batch}, {how}"
     )
-
-
-def _balance(data: Data) -> str:
-    """One line with the images of each class, and their weights."""
-    found = zip(data.label_names, class_counts(data).tolist(), class_weights(data).tolist(), strict=True)
-    told = [f"{name} {count:,} (weight {weight:.3g})" for name, count, weight in found]
-    more = f" and {len(told) - MOST_CLASSES} more classes" if len(told) > MOST_CLASSES else ""
-    return f"images per class: {', '.join(told[:MOST_CLASSES])}{more}"
-
-
-def _join_processes(device: str) -> bool:
-    """Join the other processes of torchrun, unless the caller has. Returns whether it joined them."""
-    if "RANK" not in os.environ or dist.is_initialized():
-        return False
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    return True

@@ -95,13 +95,13 @@ def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
 
 
 def make_optimizer(model: nn.Module, recipe: Recipe, device: torch.device) -> torch.optim.Optimizer:
-    # A learning rate on the device can change between replays of a CUDA graph.
+    # A learning rate on the device can change between replays of a CUDA graph, which may capture steps on a GPU.
     lr: Any = torch.zeros((), device=device)
     groups = [{**group, "lr": lr.clone()} for group in parameter_groups(model, recipe)]
     if recipe.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=lr, momentum=recipe.momentum, nesterov=True, fused=True)
-    on_gpu = device.type == "cuda"  # a CUDA graph may capture its steps
-    adamw: Any = torch.optim.AdamW(groups, lr=lr, betas=(recipe.momentum, 0.999), fused=True, capturable=on_gpu)
+    options: Any = {"betas": (recipe.momentum, 0.999), "fused": True, "capturable": device.type == "cuda"}
+    adamw: Any = torch.optim.AdamW(groups, lr=lr, **options)
     adamw._warned_capturable_if_run_uncaptured = True  # no warning about the necessary steps before the capture
     return adamw
 
@@ -149,15 +149,11 @@ def save_state(training: Training, recipe: Recipe, folder: Path) -> None:
         if not parameter.isfinite().all():
             raise NonFiniteLossError(f"{name} was not finite after step {training.step - 1}: {REMEDY}.")
     state = _identity(training, recipe) | {
-        "seconds": training.seconds,
-        "best": training.best,
-        "losses": training.losses,
-        "model": training.model.state_dict(),
-        "averaged": None if training.averaged is None else training.averaged.state_dict(),
-        "optimizer": training.optimizer.state_dict(),
-        "history": json.dumps(training.history),
-        "preprocessing": None if training.preprocessing is None else dataclasses.asdict(training.preprocessing),
-    }
+        "seconds": training.seconds, "best": training.best, "losses": training.losses,
+        "model": training.model.state_dict(), "averaged": training.averaged and training.averaged.state_dict(),
+        "optimizer": training.optimizer.state_dict(), "history": json.dumps(training.history),
+        "preprocessing": training.preprocessing and dataclasses.asdict(training.preprocessing),
+    }  # fmt: skip
     scratch = folder / f".{STATE}.tmp"
     try:
         with scratch.open("wb") as file:
@@ -216,10 +212,10 @@ def load_state(training: Training, recipe: Recipe, folder: Path, device: torch.d
         training.model.load_state_dict(state["model"])
         if training.averaged is not None:
             training.averaged.load_state_dict(state["averaged"])
-        own = [group.get("capturable") for group in training.optimizer.param_groups]
+        capturable = training.optimizer.defaults.get("capturable")
         training.optimizer.load_state_dict(state["optimizer"])
-        # That of this device, not of the one that saved the state. SGD has no such option.
-        for group, capturable in zip(training.optimizer.param_groups, own, strict=True):
+        # As this device needs it, not the one that saved the state. SGD has no such option.
+        for group in training.optimizer.param_groups:
             group["capturable"] = capturable
         for name in ("step", "finished", "seconds", "best", "losses", "history"):
             setattr(training, name, state[name])

@@ -23,7 +23,7 @@ from bkn_zoo.models.registry import NORMS as FACTORIES
 from bkn_zoo.modes import MODES
 from bkn_zoo.training.data import Runtime, evaluation_batches
 from bkn_zoo.training.datasets import Data, load_data
-from bkn_zoo.training.evaluation import evaluate
+from bkn_zoo.training.evaluation import compute_logits, measure_modes
 from bkn_zoo.training.loop import fit, further_images
 from bkn_zoo.training.recipes import Recipe
 from bkn_zoo.training.state import STATE, begin, load_state
@@ -172,7 +172,8 @@ class Questions:
     def measure(self, network: Network, *modes: str, images: Any = None) -> Metrics:
         """Measure on these images, by default the test images."""
         images = self.data.test if images is None else images
-        return rounded(evaluate(network, evaluation_batches(self.data, images, 500, self.device), modes))
+        batches = evaluation_batches(self.data, images, 500, self.device)
+        return rounded(measure_modes(*compute_logits(network, batches, modes)))
 
     def in_training(self, question: Callable[..., Any]) -> Any:
         """Call a measurement with training batches, in the precision of the training."""
