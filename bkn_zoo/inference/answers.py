@@ -25,7 +25,8 @@ from bkn_zoo.images.reading import MAX_PIXELS, ImageSource, normalized_array, op
 from bkn_zoo.inference.graph_cache import graph_file, load_graph
 from bkn_zoo.modes import check_mode, choose_statistics
 
-DECODERS = min(4, usable_cores())  # threads; few, because each may hold a large image
+# Threads; few, because each may hold a large image.
+DECODERS = min(4, usable_cores())
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,8 @@ class GraphClassifier:
         if not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 1:
             raise InputError(f"top_k is {top_k!r}, but must be a whole number of at least 1.")
         row = np.asarray(scores)
-        order = (-row).argsort(kind="stable")[:top_k]  # several times as fast as PyTorch's for few classes
+        # Several times as fast as PyTorch's for few classes.
+        order = (-row).argsort(kind="stable")[:top_k]
         return tuple(map(Prediction, map(self._labels.__getitem__, order), row[order].tolist()))
 
     def classification(self, scores: Any, statistics: str, top_k: int = 5) -> Classification:
@@ -133,7 +135,8 @@ class GraphClassifier:
         def begin(image: ImageSource) -> Callable[[], Any]:
             if isinstance(image, bytes | str | os.PathLike):
                 return threads.submit(self._try, image).result
-            prepared = self._try(image)  # at once, because its owner may reuse its memory
+            # At once, because its owner may reuse its memory.
+            prepared = self._try(image)
             return lambda: prepared
 
         try:
@@ -161,7 +164,8 @@ def stored_classifier(location: Location, statistics: str | None, *how: str) -> 
         return None, None
     chosen = choose_statistics(False, statistics, config.statistics_batch_size, config.default_statistics)
     file = graph_file(config, chosen.mode == "population", *how)
-    with suppress(CheckpointError):  # of damaged weights; loading them says more
+    # Loading damaged weights says more.
+    with suppress(CheckpointError):
         check_hashes(weights_file(location.folder), config.sha256)
         if file is not None and (graph := load_graph(file)) is not None:
             own = np.array([1 / (chosen.group or 1) if chosen.mode == "expected" else 1.0], np.float32)

@@ -266,7 +266,8 @@ class Captured:
         images = self.images[:size]
         graph = torch.cuda.CUDAGraph()
         with _capturing:
-            self.network(images, statistics=self.statistics)  # compiles kernels, chooses algorithms
+            # Compiles kernels, and chooses algorithms.
+            self.network(images, statistics=self.statistics)
             with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
                 logits = in_float32(self.network(images, statistics=self.statistics))
         return graph, logits

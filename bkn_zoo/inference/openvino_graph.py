@@ -113,7 +113,8 @@ def compiled(model: Any, options: dict[str, Any], file: Path | None = None) -> A
             port.set_names({f"port {number}"})
     if file is not None:
         file = file.with_suffix(f".{options[PRECISION]}.xml")
-        with suppress(RuntimeError):  # a full disk
+        # The disk may be full.
+        with suppress(RuntimeError):
             ov.save_model(model, file, compress_to_fp16=False)
             model = file
     made = core().compile_model(model, "CPU", options)
