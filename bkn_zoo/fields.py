@@ -81,8 +81,7 @@ def check_field(name: str, value: Any, hint: Any) -> None:
 
 
 def refuse(name: str, value: Any, wanted: str) -> NoReturn:
-    shown = repr(value)
-    shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
+    shown = repr(value) if len(repr(value)) <= 80 else f"{repr(value)[:77]}..."
     raise InputError(f"{name} is {shown}, but must be {wanted}.")
 
 

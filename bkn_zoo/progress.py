@@ -16,10 +16,7 @@ EVERY = 30.0  # seconds between lines without a terminal
 def bar(total: int | None, what: str | None, unit: str = "", lines: bool = False) -> Iterator[Callable[..., None]]:
     """Progress of work in parts. Yields a function to call with the number of parts done since, and perhaps a note.
 
-    Args:
-        total: the number of parts; None shows only the elapsed time.
-        what: a description; None shows nothing.
-        lines: whether a line is printed every half minute if there is no terminal.
+    Without a `total` only the elapsed time is shown, without `what` nothing, without a terminal `lines`, if true.
     """
     count, note, over = 0, "", threading.Event()
 

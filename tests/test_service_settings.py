@@ -180,6 +180,7 @@ def test_named_models_or_the_bundled_default_are_loaded_first(arguments, loaded)
         assert [model["loaded"] for model in models] == [k < loaded for k in range(len(models))]
         engine = next(iter(service.service.pool._loaded.values())).classifier.engine
         until(lambda: len(engine._prepared) == 2, "all modes are prepared without being asked for")
+        assert not engine.watched
 
 
 @pytest.mark.parametrize(

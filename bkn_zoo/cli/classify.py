@@ -1,7 +1,4 @@
-"""`bkn-zoo classify`: classifies images and folders. A command that writes a file can be resumed.
-
-Results are kept as JSON Lines, in FILE or, for other formats, in FILE.partial until all images are classified.
-"""
+"""`bkn-zoo classify`: classifies images and folders. Results for a file are JSON Lines until all are there."""
 
 import argparse
 import csv

@@ -1,7 +1,4 @@
-"""The command `bkn-zoo`: its parser, log level, exit codes and subcommands.
-
-PyTorch takes seconds to import, so a command checks its arguments and paths first.
-"""
+"""The command `bkn-zoo`: parser, exit codes and subcommands, which check their arguments before PyTorch's import."""
 
 import argparse
 import logging

@@ -49,10 +49,8 @@ def evaluate_checkpoint(args: argparse.Namespace) -> None:
     images, device = data.split(split), torch.device(args.device)
     batches = evaluation_batches(data, images, args.batch_size or batch_size(device), device, args.workers)
     logits, labels = compute_logits(network, batches, args.statistics, "evaluating", len(images))
-    rows = [
-        {"statistics": mode, "images": len(labels), **measure_accuracy(outputs, labels)}
-        for mode, outputs in logits.items()
-    ]
+    count = {"images": len(labels)}
+    rows = [{"statistics": mode} | count | measure_accuracy(outputs, labels) for mode, outputs in logits.items()]
     which = "all images" if split == "all" else f"the {split} images"
     if split == "validation" and data.held_out:
         share = model.config.recipe.get("validation", 0.1)

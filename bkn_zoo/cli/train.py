@@ -1,7 +1,4 @@
-"""`bkn-zoo train`: from its options to a plan, and from the plan to a checkpoint. The plan is made without PyTorch.
-
-There is an option for each field of a recipe.
-"""
+"""`bkn-zoo train`: from its options, one for each field of a recipe, to a plan (without PyTorch) and a checkpoint."""
 
 import argparse
 import dataclasses

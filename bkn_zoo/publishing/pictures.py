@@ -84,8 +84,7 @@ def mistakes(shown: Sequence[tuple[Image.Image, str, str, str, float]], title: s
         axes.imshow(image, interpolation="nearest")
         axes.set_title(f"{_label_text(name)}\n", fontsize=9, color="darkgreen")
         look: dict[str, Any] = {"transform": axes.transAxes, "ha": "center"}
-        answer = f"{_label_text(taken_for)}, {100 * score:.0f} %"
-        axes.text(0.5, 1.03, answer, fontsize=9, color="firebrick", **look)
+        axes.text(0.5, 1.03, f"{_label_text(taken_for)}, {100 * score:.0f} %", fontsize=9, color="firebrick", **look)
         axes.text(0.5, -0.04, _label_text(file), va="top", fontsize=7, color="grey", **look)
     return figure
 

@@ -1,7 +1,4 @@
-"""Augmentation of training images: of a whole batch at once on its device; only random crops are taken from files.
-
-Random numbers depend only on the given numbers, so the same numbers give the same batch.
-"""
+"""Augmentation of batches on their device, by the given random numbers; only random crops are taken from files."""
 
 import math
 from typing import NamedTuple

@@ -1,7 +1,4 @@
-"""Batches of tensors on the device, which depend only on the seed, the epoch and their number.
-
-Image files are read by a DataLoader, whose workers send bytes. The host never waits for a GPU.
-"""
+"""Batches of tensors on the device, which depend only on the seed, the epoch and their number."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -21,6 +18,7 @@ from bkn_zoo.training.datasets import CACHED_BYTES, ArrayImages, Data, FileImage
 from bkn_zoo.training.interruption import leave_group
 from bkn_zoo.training.recipes import Augmentation
 
+# The smallest share of the area, the seed and the epoch of random crops
 Crops = tuple[float, int, int]
 
 
@@ -38,10 +36,7 @@ def training_batches(
     data: Data, batch: int, epoch: int, seed: int, augmentation: Augmentation, device: torch.device,
     skip: int = 0, rank: int = 0, ranks: int = 1, workers: int = 0,
 ) -> Iterator[Batch]:  # fmt: skip
-    """The augmented batches of one epoch, starting with number `skip`, for process `rank` of `ranks` processes.
-
-    Images that do not fill a last batch are skipped in this epoch, so that every batch has the same groups.
-    """
+    """The full, augmented batches of one epoch, starting with number `skip`, for process `rank` of `ranks`."""
     order = torch.randperm(len(data.train), generator=generator("cpu", seed, epoch))
     count = len(order) // (batch * ranks)
     rows = order[: count * batch * ranks].view(count, ranks, batch)[skip:, rank]
@@ -97,10 +92,7 @@ def _read(loader: Any, images: FileImages, keep_all: bool = True) -> Iterator[tu
 
 
 class _Files(Dataset[tuple[Tensor, int, int]]):
-    """Decodes single files, to bytes. An unreadable file is replaced by the next readable one.
-
-    `crops` has the smallest share of the area, the seed and the epoch of random crops; None is the central square.
-    """
+    """Decodes single files, to bytes. An unreadable file is replaced by the next readable one."""
 
     def __init__(self, images: FileImages, preprocessing: Preprocessing, crops: Crops | None = None) -> None:
         self.images, self.preprocessing, self.crops = images, preprocessing, crops

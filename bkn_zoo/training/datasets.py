@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import repeat
+from itertools import product, repeat
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +143,8 @@ def load_data(
         raise InputError(f"there is no folder {root}: pass the folder of the data set.")
     loaded = _listed(labels, root, size, label_names) if labels else loaders[name](name, root, size)
     everything, chosen, test, names, preprocessing = loaded
-    if chosen is None and not len(everything):  # a file of labels for test images only
+    # A file of labels for test images only.
+    if chosen is None and not len(everything):
         chosen = everything
     if chosen is not None:
         return Data(name, everything, chosen, test, names, preprocessing, held_out=False)
@@ -164,22 +165,14 @@ def load_data(
     return Data(name, train, chosen, test, names, preprocessing)
 
 
-def class_counts(data: Data) -> Tensor:
-    """The number of training images of each class."""
-    return torch.as_tensor(data.train.labels).bincount(minlength=len(data.label_names))
-
-
 def class_weights(data: Data) -> Tensor:
     """The weight of an image of each class with which all classes count the same; the mean over all images is 1."""
-    counts = class_counts(data)
+    counts = torch.as_tensor(data.train.labels).bincount(minlength=len(data.label_names))
     return counts.sum() / (len(counts) * counts.clamp_min(1))
 
 
 def fingerprint(data: Data, root: Path, listed: bool = False) -> str:
-    """A hash of labels and names, without the folder `root`, that identifies training and validation images.
-
-    If a file of labels has `listed` them, the names of files do not contain the names of classes.
-    """
+    """A hash of labels and paths below `root`, and of class names where a file of labels has `listed` the images."""
     digest = hashlib.sha256("\n".join(data.label_names).encode() if listed else b"")
     for images in (data.train, data.validation):
         digest.update(f"{len(images)}\n".encode())
@@ -337,11 +330,10 @@ def _rows(file: Path) -> list[dict[str, Any]]:
 def keep_apart(root: Path, places: Mapping[str, Path]) -> None:
     """Refuse to write `places`, by options, into the classes of a "folder": the next training would read a class."""
     train_root, beside = _layout(root)
-    for classes in (train_root, *beside):
-        for option, place in places.items():
-            if classes.resolve() in place.resolve().parents:
-                told = f"{place} is inside {classes} and would become a class"
-                raise InputError(f"{told}: choose a folder outside with {option}.")
+    for classes, (option, place) in product((train_root, *beside), places.items()):
+        if classes.resolve() in place.resolve().parents:
+            told = f"{place} is inside {classes} and would become a class"
+            raise InputError(f"{told}: choose a folder outside with {option}.")
 
 
 def _layout(root: Path) -> tuple[Path, list[Path]]:

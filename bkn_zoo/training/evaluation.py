@@ -53,10 +53,7 @@ def compute_logits(
     model: Any, batches: Iterable[Batch], modes: Sequence[str] = MODES,
     what: str | None = None, total: int | None = None,
 ) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
-    """The logits of all images for each mode, and their labels, by a network or an engine.
-
-    If it refuses one of several modes for these images, that mode is left out with a warning.
-    """
+    """The logits of all images for each mode, and their labels. A mode that the network refuses is left out."""
     network = model if isinstance(model, Network) else model.model
     logits: dict[str, list[Tensor]] = {mode: [] for mode in modes}
     labels = []

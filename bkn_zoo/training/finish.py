@@ -78,10 +78,10 @@ def finish_training(
         logits, labels = logits_on(stored, data, data.test, runtime, "measuring the test images", runtime.modes)
         measured = measure_modes(logits, labels)
     classes = measure_classes(logits[best], labels, data.label_names)
-    accuracy = {
-        mode: {name: round(found[name], 3) for name in ACCURACY if name in found} for mode, found in measured.items()
-    }
-    stored.config = add_accuracy(plan.folder, accuracy)
+    stored.config = add_accuracy(
+        plan.folder,
+        {mode: {name: round(at[name], 3) for name in ACCURACY if name in at} for mode, at in measured.items()},
+    )
     record = facts | {
         "model": recipe.model, "norm": norm_of(recipe.model), "dataset": recipe.dataset,
         "gradient_batch": recipe.gradient_batch, "statistics_batch": recipe.statistics_batch_size, "seed": recipe.seed,
@@ -101,10 +101,7 @@ def finish_training(
 def _with_better_statistics(
     model: Network, recipe: Recipe, data: Data, runtime: Runtime
 ) -> tuple[Network, dict[str, Tensor], Tensor, bool]:
-    """The network to keep, its logits of the validation images in each mode, labels, and whether it was recalibrated.
-
-    The running averages of averaged weights are averaged, too, and describe older weights.
-    """
+    """The network to keep, its logits of the validation images by mode, labels, and whether it was recalibrated."""
     # It is measured as it is stored.
     with torch.no_grad():
         for tensor in model.state_dict().values():
@@ -112,7 +109,8 @@ def _with_better_statistics(
     what = "measuring the validation images"
     logits, labels = logits_on(model, data, data.validation, runtime, what, runtime.modes)
     norms = [module for module in model.modules() if isinstance(module, RunningNorm)]
-    # Frozen norms have no new statistics, and BRN uses its running averages in training, too.
+    # The running averages of averaged weights are averaged, too, and describe older weights. Frozen norms have no new
+    # statistics, and BRN uses its running averages in training, too.
     if recipe.ema and not recipe.freeze and norms and not any(isinstance(norm, BatchRenorm2d) for norm in norms):
         copied = copy.deepcopy(model)
         with autocast(recipe, runtime.device), waiting("computing the statistics of the averaged weights"):
@@ -128,10 +126,7 @@ def best_top1(logits: Mapping[str, Tensor], labels: Tensor) -> float:
 
 
 def choose_mode(logits: Mapping[str, Tensor], labels: Tensor, group: int | None, first: str) -> str:
-    """The default statistics mode: the first choice, that of the start, or `population`, the fastest, for new weights.
-
-    `population`, or the mode that fits the group size, must be better by two standard errors, paired over images.
-    """
+    """The default mode: the first, unless `population` or the mode that fits the group size is clearly better."""
     fitting = "sample" if group == 1 else "expected"
     best = next(mode for mode in (first, "population", fitting, *logits) if mode in logits)
     right = {mode: (outputs.argmax(1) == labels).double() for mode, outputs in logits.items()}

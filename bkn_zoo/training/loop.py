@@ -229,10 +229,7 @@ def local_batch(recipe: Recipe, data: Data) -> int:
 
 
 def mean_losses(losses: list[Tensor], steps: int) -> Tensor:
-    """The mean losses over all processes; these are of the last ones of `steps` steps.
-
-    Raises an error if one is not finite, before a spoiled state is saved.
-    """
+    """The mean losses, of the last of `steps` steps, over all processes; refuses those that are not finite."""
     values = torch.stack(losses)
     if dist.is_initialized():
         dist.all_reduce(values)

@@ -184,10 +184,7 @@ def plan_training(
 def adapted(
     recipe: Recipe, images: int, given: Mapping[str, Any], pretrained: bool = True, cpu: bool = False
 ) -> Recipe:  # fmt: skip
-    """The recipe for this many images: batches that they fill, groups that divide these, and enough steps.
-
-    Fields in `given` stay as they are. The classifier of a frozen network needs no epochs: it is fitted before them.
-    """
+    """The recipe for this many images, except for fields in `given`: batches that they fill, groups, enough steps."""
     batch, group = recipe.gradient_batch, recipe.statistics_batch_size
     batch = batch if "gradient_batch" in given else min(batch, 1 << images.bit_length() - 1)
     least, most = ENOUGH_STEPS["pretrained" if pretrained else "new"]
@@ -195,6 +192,7 @@ def adapted(
     fields: dict[str, Any] = {
         "gradient_batch": batch, "statistics_batch_size": group and math.gcd(group, batch),
         "freeze": CPU_FREEZE if cpu and pretrained else recipe.freeze,
+        # The classifier of a frozen network is fitted before the first epoch.
         "epochs": 0 if recipe.freeze is True and pretrained else epochs,
     }  # fmt: skip
     return dataclasses.replace(recipe, **{name: value for name, value in fields.items() if name not in given})

@@ -55,8 +55,6 @@ class Augmentation:
 class Recipe:
     """Everything that a training depends on except the data. recipes/ has one TOML file per recipe.
 
-    `bkn-zoo train --help` shows these descriptions, too.
-
     Attributes:
         model: the network: one of bkn_zoo.list_models(), torchvision:NAME or timm:NAME
         dataset: the kind of data set: folder (a folder of images for each class), cifar10, cifar100, tiny_imagenet

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import signal
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from bkn_zoo.cores import check_device, default_device, keep_to_quota
 from bkn_zoo.errors import CheckpointError, TrainingError
 from bkn_zoo.modes import MODES
 from bkn_zoo.training.data import Runtime
-from bkn_zoo.training.datasets import Data, class_counts, class_weights, keep_apart, load_data
+from bkn_zoo.training.datasets import Data, class_weights, keep_apart, load_data
 from bkn_zoo.training.finish import TrainingResult, finish_training
 from bkn_zoo.training.interruption import Stopped, handled
 from bkn_zoo.training.loop import fit, images_at_a_time, local_batch
@@ -66,7 +67,6 @@ def train(
 
     Raises:
         TrainingError: it diverged (`NonFiniteLossError`), or cannot continue, as with a full disk.
-        InputError, CheckpointError: the recipe, an option or the data; or a checkpoint or state are invalid.
     """
     plan = plan_training(
         recipe, data, overrides, init=init, name=name, output=output, results=results, device=device, resume=resume,
@@ -149,9 +149,9 @@ def _train_in_folder(
     if plan.fine_tuning:
         plan.say(_summary(recipe, data))
     if recipe.balance:
-        found = zip(data.label_names, class_counts(data).tolist(), class_weights(data).tolist(), strict=True)
-        told = ", ".join(f"{name} {count:,} (weight {weight:.3g})" for name, count, weight in found)
-        plan.say(f"images per class: {told}")
+        counts, weights = Counter(torch.as_tensor(data.train.labels).tolist()), class_weights(data)
+        told = (f"{name} {counts[k]:,} (weight {weights[k]:.3g})" for k, name in enumerate(data.label_names))
+        plan.say(f"images per class: {', '.join(told)}")
     if plan.fine_tuning and plan.source and not training.history:
         config = plan.source.config
         same_classes = config is not None and list(config.label_names or ()) == data.label_names

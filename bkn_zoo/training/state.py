@@ -95,13 +95,13 @@ def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
 
 
 def make_optimizer(model: nn.Module, recipe: Recipe, device: torch.device) -> torch.optim.Optimizer:
-    # A learning rate on the device can change between replays of a CUDA graph.
+    # A learning rate on the device can change between replays of a CUDA graph, which may capture steps on a GPU.
     lr: Any = torch.zeros((), device=device)
     groups = [{**group, "lr": lr.clone()} for group in parameter_groups(model, recipe)]
     if recipe.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=lr, momentum=recipe.momentum, nesterov=True, fused=True)
-    on_gpu = device.type == "cuda"  # a CUDA graph may capture its steps
-    adamw: Any = torch.optim.AdamW(groups, lr=lr, betas=(recipe.momentum, 0.999), fused=True, capturable=on_gpu)
+    options: Any = {"betas": (recipe.momentum, 0.999), "fused": True, "capturable": device.type == "cuda"}
+    adamw: Any = torch.optim.AdamW(groups, lr=lr, **options)
     adamw._warned_capturable_if_run_uncaptured = True  # no warning about the necessary steps before the capture
     return adamw
 

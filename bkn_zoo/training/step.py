@@ -25,10 +25,7 @@ Part = tuple[Tensor, Tensor]
 def make_step(
     training: Training, recipe: Recipe, device: torch.device, weights: Tensor | None = None
 ) -> Callable[[Batch], Tensor]:  # fmt: skip
-    """One optimizer step on one process's share of a gradient batch; returns the mean loss, on the device.
-
-    `weights` are those of the classes in the loss; an image that is a mixture has the mean weight of its classes.
-    """
+    """One step on one process's share of a gradient batch, with `weights` of classes; returns the mean loss."""
     network: Any = training.model
     alone: Callable[[], Any] = nullcontext  # a context in which gradients are not yet averaged over processes
     if dist.is_initialized():
