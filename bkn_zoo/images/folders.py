@@ -20,11 +20,12 @@ def image_files(folder: str | os.PathLike[str], others: Counter[str] | None = No
     found = []
     for place, inner, names in os.walk(folder, followlinks=True):
         # Entries that are not links come first, so that they keep their own names.
-        shown = sorted((name for name in inner if not name.startswith(".")), key=lambda name: _link_last(place, name))
+        links = {name for name in inner if os.path.islink(os.path.join(place, name))}
+        shown = [*sorted({*inner} - links), *sorted(links)]
         inner.clear()
         for name in shown:
             real = os.path.realpath(os.path.join(place, name))
-            if real not in seen:
+            if not name.startswith(".") and real not in seen:
                 seen.add(real)
                 inner.append(name)
         for name in names:
@@ -36,10 +37,6 @@ def image_files(folder: str | os.PathLike[str], others: Counter[str] | None = No
             elif others is not None:
                 others[suffix] += 1
     return sorted(found, key=lambda name: name.split(os.sep))
-
-
-def _link_last(place: str, name: str) -> tuple[bool, str]:
-    return os.path.islink(os.path.join(place, name)), name
 
 
 def passed_over(folder: str | os.PathLike[str], others: Counter[str]) -> str:

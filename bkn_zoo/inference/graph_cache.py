@@ -87,17 +87,13 @@ def cache_folder() -> Path | None:
 
 
 def delete_old_graphs(folder: Path) -> None:
-    """Delete the least recently used files if all together are too large. Other processes may do so, too."""
-    files = []
-    for path in [*folder.glob("*.blob"), *folder.glob("bkn_zoo-*")]:
-        with suppress(OSError):
-            status = path.stat()
-            files.append((max(status.st_atime, status.st_mtime), status.st_size, path))
-    room = MOST_BYTES
-    for _, size, path in sorted(files, reverse=True):
-        room -= size
-        if room < 0:
-            with suppress(OSError):
+    """Delete the least recently used files if all together are too large."""
+    with suppress(OSError):  # another process was faster
+        files = [(path.stat(), path) for path in [*folder.glob("*.blob"), *folder.glob("bkn_zoo-*")]]
+        room = MOST_BYTES
+        for status, path in sorted(files, key=lambda file: -max(file[0].st_atime, file[0].st_mtime)):
+            room -= status.st_size
+            if room < 0:
                 path.unlink()
 
 
