@@ -33,7 +33,7 @@ from bkn_zoo.cli import ended
 from bkn_zoo.conversion import learn_statistics, start_near_population
 from bkn_zoo.errors import InputError
 from bkn_zoo.images import SUFFIXES, Preprocessing, open_image, preprocess
-from bkn_zoo.inference.folding import too_large_for_f16
+from bkn_zoo.inference.engines import too_large_for_f16
 from bkn_zoo.models import Network
 from bkn_zoo.modes import MODES
 from bkn_zoo.progress import bar

@@ -15,16 +15,18 @@ from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.cores import check_device, usable_cores
 from bkn_zoo.errors import InputError, UnknownNameError
 from bkn_zoo.inference import ENGINES, PRECISIONS
-from bkn_zoo.inference.folding import frozen, in_float32, in_precision, prepare, too_large_for_f16
+from bkn_zoo.inference.folding import frozen, in_float32, in_precision, prepare
 from bkn_zoo.inference.graph_cache import PRECISION, graph_options, native
 from bkn_zoo.inference.openvino_graph import Graph, build_graph, compiled, ov
 from bkn_zoo.models.network import BeliefNetwork, Network
 from bkn_zoo.modes import Statistics, choose_statistics
-from bkn_zoo.norms.running import refuse_single_values
+from bkn_zoo.norms.running import RunningNorm, refuse_single_values
 from bkn_zoo.progress import waiting
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 KEPT = 12  # cached networks or graphs per engine; OpenVINO needs one for each mode and image size
+# In f16. OpenVINO on Arm also sums rows in f16, and 112 times twice this fits.
+LARGEST_STATISTIC = 250.0
 # PyTorch's count of the changes of a tensor.
 CHANGES = operator.attrgetter("_version")
 USUAL_SIDE = 224  # of images, if a converted network's checkpoint does not define it
@@ -310,7 +312,7 @@ class OpenVINOEngine(Engine):
         options = graph_options() | {PRECISION: precision}
         if self.streams > 1:
             options["NUM_STREAMS"] = self.streams
-        network = prepare(self.model, statistics, as_stored=True, shrink=precision == "f16").cpu()
+        network = prepare(self.model, statistics, as_stored=True).cpu()
         try:
             built, single = build_graph(network, shape[1:], statistics.mode == "population", options)
         except InputError:
@@ -328,6 +330,17 @@ class OpenVINOEngine(Engine):
                 "or statistics population."
             )
         return self.precision if where is None else "f32"
+
+
+def too_large_for_f16(model: nn.Module, mode: str) -> str | None:
+    """The first norm whose statistics OpenVINO cannot compute in f16 in this mode, by name; None if there is none."""
+    mode = choose_statistics(False, mode, getattr(model, "statistics_batch_size", None)).mode
+    for name, norm in model.named_modules():
+        if mode != "population" and isinstance(norm, RunningNorm) and norm.has_averages:
+            means, variances = norm.running_mean.abs(), torch.maximum(norm.running_var, norm.image_var)
+            if torch.maximum(means, variances).max() > LARGEST_STATISTIC:
+                return name
+    return None
 
 
 def _writes_its_graph(model: BeliefNetwork) -> bool:

@@ -6,7 +6,7 @@ With population statistics, every norm is folded into the convolution before it.
 
 import copy
 import functools
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +19,7 @@ from bkn_zoo.norms.batch_kalman import BatchKalmanNorm
 from bkn_zoo.norms.kalman import Belief, Factors, carry, carry_variance
 from bkn_zoo.norms.running import RunningNorm, refuse_single_values
 from bkn_zoo.norms.standardized import with_constant_weights
-from bkn_zoo.norms.statistics import Statistics, choose_statistics, finish, in_full_precision
-
-LARGEST_UNDIVIDED, LARGEST_DIVIDED = 16, 8000
-"""In f16, channels with a larger mean or variance are divided by a power of two; the second cannot be represented."""
+from bkn_zoo.norms.statistics import Statistics, finish, in_full_precision
 
 SMALL_TRANSITION = 2**17
 """Numbers in the largest A = U V that is multiplied out: two products are faster than seven operations with U and V."""
@@ -32,11 +29,8 @@ AnyNetwork = TypeVar("AnyNetwork", bound=BeliefNetwork)
 
 
 @torch.no_grad()
-def prepare(model: AnyNetwork, statistics: Statistics, as_stored: bool = False, shrink: bool = False) -> AnyNetwork:
-    """A faster copy of `model`, for population statistics or for those of an image.
-
-    `as_stored` is that of `frozen`. With `shrink`, features are divided so that f16 can represent their statistics.
-    """
+def prepare(model: AnyNetwork, statistics: Statistics, as_stored: bool = False) -> AnyNetwork:
+    """A faster copy of `model`, for population statistics or for those of an image; `as_stored` as in `frozen`."""
     for name, module in model.named_modules():
         if isinstance(module, RunningNorm) and has_hooks(module):
             raise InputError(
@@ -45,42 +39,10 @@ def prepare(model: AnyNetwork, statistics: Statistics, as_stored: bool = False, 
     if statistics.mode == "population":
         return join(fold_norms(model))
     network = frozen(model, as_stored)
-    divisors = _divide_features(model, network) if shrink else {}
     for name, module in list(network.named_modules()):
         if isinstance(module, RunningNorm):
-            _replace(network, name, ImageNorm(module, statistics, divisors.get(name)))
+            _replace(network, name, ImageNorm(module, statistics))
     return join(network)
-
-
-def too_large_for_f16(model: AnyNetwork, mode: str) -> str | None:
-    """The first norm whose statistics OpenVINO cannot compute in f16 in this mode, by name; None if there is none."""
-    mode = choose_statistics(False, mode, model.statistics_batch_size).mode
-    largest = {} if mode == "population" else {name: x.max() for name, x in _large_statistics(model, 250).items()}
-    divisible = _convolutions(frozen(model)) if largest else {}
-    return next((name for name, x in largest.items() if name not in divisible or x > LARGEST_DIVIDED), None)
-
-
-def _large_statistics(model: nn.Module, limit: float) -> dict[str, Tensor]:
-    """The larger one of mean and variance of each channel, for norms where one is above the limit."""
-    norms = [(name, m) for name, m in model.named_modules() if isinstance(m, RunningNorm) and m.has_averages]
-    found = {name: torch.stack([m.running_mean.abs(), m.running_var, m.image_var]).amax(0) for name, m in norms}
-    return {name: each for name, each in found.items() if each.max() > limit}
-
-
-def _divide_features(model: AnyNetwork, network: AnyNetwork) -> dict[str, Tensor]:
-    """Divide channels with large statistics in convolutions of a copy of `model`. Returns the divisors by norm.
-
-    OpenVINO on Arm sums a row of a map in f16, so that a variance of 130 of an image of 224 px can be infinite.
-    """
-    large = _large_statistics(model, LARGEST_UNDIVIDED)
-    convs = _convolutions(frozen(model)) if large else {}
-    divisors = {name: each.clamp_min(1).sqrt().log2().round().exp2() for name, each in large.items() if name in convs}
-    for name, divisor in divisors.items():
-        conv: Any = network.get_submodule(convs[name][0])
-        rows = divisor.reshape(-1, *[1] * (conv.weight.ndim - 1)).to(conv.weight.dtype)
-        conv.weight = nn.Parameter(conv.weight / rows, False)
-        conv.bias = None if conv.bias is None else nn.Parameter(conv.bias / divisor, False)
-    return divisors
 
 
 @torch.no_grad()
@@ -91,9 +53,8 @@ def fold_norms(model: AnyNetwork) -> AnyNetwork:
     a convolution with hooks or computed weights (pruned, parametrized).
     """
     network = frozen(model)
-    for name, (before, pooled) in _convolutions(network).items():
+    for name, (conv, pooled) in _convolutions(network).items():
         norm: Any = network.get_submodule(name)
-        conv: Any = network.get_submodule(before)
         scale = torch.rsqrt(norm.running_var + norm.eps)
         scale = scale if norm.weight is None else norm.weight * scale
         shift = (0 if norm.bias is None else norm.bias) - norm.running_mean * scale
@@ -157,23 +118,23 @@ def in_precision(network: AnyNetwork, dtype: torch.dtype) -> AnyNetwork:
     return network
 
 
-def _convolutions(network: Any) -> dict[str, tuple[str, bool]]:
-    """For each norm, the convolution whose output it takes, by names, and whether through an average pooling.
+def _convolutions(network: Any) -> dict[str, tuple[nn.Conv2d, bool]]:
+    """For each norm, by name, the convolution whose output it takes, and whether through an average pooling.
 
     A converted network stores this. For other networks, a small image passes through to find out.
     """
-    modules = dict(network.named_modules())
     if network.foldable is not None:
-        pairs = [(name, conv) for name, conv in network.foldable.items() if isinstance(modules.get(name), RunningNorm)]
-        return {name: (conv, False) for name, conv in pairs if _takes_in(modules[conv])}
-    source: dict[int, tuple[str, bool]] = {}
-    found: dict[str, tuple[str, bool]] = {}
+        norms = {name for name, module in network.named_modules() if isinstance(module, RunningNorm)}  # not replaced
+        convs = {name: network.get_submodule(conv) for name, conv in network.foldable.items() if name in norms}
+        return {name: (cast(nn.Conv2d, conv), False) for name, conv in convs.items() if _takes_in(conv)}
+    source: dict[int, tuple[nn.Conv2d, bool]] = {}
+    found: dict[str, tuple[nn.Conv2d, bool]] = {}
     alive = []  # keeps tensors alive, so that their ids are unique
 
     def watch(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         alive.append(output)
         if isinstance(module, nn.Conv2d):
-            source[id(output)] = name, False
+            source[id(output)] = module, False
         elif id(args[0]) in source and isinstance(module, RunningNorm):
             found[name] = source[id(args[0])]
         elif id(args[0]) in source:
@@ -181,7 +142,7 @@ def _convolutions(network: Any) -> dict[str, tuple[str, bool]]:
 
     hooks = [
         module.register_forward_hook(functools.partial(watch, name))
-        for name, module in modules.items()
+        for name, module in network.named_modules()
         if _takes_in(module)
         or isinstance(module, RunningNorm)
         or (isinstance(module, nn.AvgPool2d) and not has_hooks(module))
@@ -239,7 +200,7 @@ class ImageNorm(nn.Module):
     link: Any = None  # as in RunningNorm
     low_rank = False  # whether A is used as a product of two factors
 
-    def __init__(self, norm: RunningNorm, statistics: Statistics, divisor: Tensor | None = None) -> None:
+    def __init__(self, norm: RunningNorm, statistics: Statistics) -> None:
         super().__init__()
         if not type(norm).__module__.startswith("bkn_zoo."):  # a subclass may predict or update differently
             raise InputError(
@@ -250,7 +211,6 @@ class ImageNorm(nn.Module):
         self.prior_features = norm.prior_features
         self.has_prior = norm.has_prior
         self.eps = nn.Buffer(torch.tensor(norm.eps))
-        self.divisor = None if divisor is None else nn.Buffer(divisor)
         self.weight = nn.Buffer(torch.ones(norm.num_features)) if norm.weight is None else norm.weight
         self.bias = nn.Buffer(torch.zeros(norm.num_features)) if norm.bias is None else norm.bias
         if norm.has_averages:
@@ -287,8 +247,6 @@ class ImageNorm(nn.Module):
         if statistics.mode == "sample" and not self.has_prior:
             refuse_single_values(x, 1, training=False)
         mean, var = _observe(x)
-        if self.divisor is not None:
-            mean, var = mean * self.divisor, var * (self.divisor * self.divisor)
         if statistics.mode == "expected":  # as RunningNorm.expect
             deviation = mean - self.image_mean
             var = self.own * (var + self.others * (deviation * deviation)) + self.partners_var
@@ -300,7 +258,6 @@ class ImageNorm(nn.Module):
             mean, var = mean - correction, predicted_var + self.gain * (var + correction * innovation)
         scale = self.weight * torch.rsqrt(var + self.eps)
         shift = self.bias - mean * scale
-        scale = scale if self.divisor is None else scale * self.divisor
         broadcast = mean.shape + (1,) * (x.ndim - 2)
         y = torch.addcmul(shift.reshape(broadcast), in_full_precision(x), scale.reshape(broadcast))
         told = mean if self.center is None else mean - self.center
