@@ -94,8 +94,11 @@ class Defaults(Study):
 
         small = json.loads(SMALL.read_text())["rows"]
         found = list(records.values())
-        tables = {"study": study_rows(found), "rivals": rival_rows(found), "small": small_folders(small)}
-        return {DOCS / "finetuning.md": {name: frame(rows) for name, rows in tables.items()}}
+        tables = {"study": study_rows(found), "small": small_folders(small)}
+        return {
+            DOCS / "finetuning.md": {name: frame(rows) for name, rows in tables.items()},
+            RESULTS / "tables" / "finetuning": {"rivals": frame(rival_rows(found))},
+        }
 
 
 STUDY = Defaults()
