@@ -88,7 +88,8 @@ def cache_folder() -> Path | None:
 
 def delete_old_graphs(folder: Path) -> None:
     """Delete the least recently used files if all together are too large."""
-    with suppress(OSError):  # another process was faster
+    # Another process may be faster.
+    with suppress(OSError):
         files = [(path.stat(), path) for path in [*folder.glob("*.blob"), *folder.glob("bkn_zoo-*")]]
         room = MOST_BYTES
         for status, path in sorted(files, key=lambda file: -max(file[0].st_atime, file[0].st_mtime)):
