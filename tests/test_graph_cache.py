@@ -169,6 +169,19 @@ def test_damaged_stored_graph_is_written_again(classify, folder, ending):
     assert classify(quick=True) == first
 
 
+def test_stored_graph_is_replaced_not_overwritten(classify, folder, tmp_path):
+    """Another process may have its file in memory."""
+    classify()
+    (stored,) = folder.glob("*.bin")
+    (tmp_path / "in use").hardlink_to(stored)
+    weights = stored.read_bytes()
+    next(folder.glob("*.xml")).unlink()
+    classify()
+    assert not stored.samefile(tmp_path / "in use")
+    assert stored.read_bytes() == (tmp_path / "in use").read_bytes() == weights
+    assert {path.suffix for path in folder.iterdir()} == {".bin", ".xml", ".blob"}
+
+
 def test_graph_that_cannot_be_stored_is_still_used(classify, folder, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("the disk is full")

@@ -26,7 +26,9 @@ class Watch:
             asked["classify"] = (request("/v1/classify", image, *headers), 0.05)
         self._asked = {name: (data.hex(), pause) for name, (data, pause) in asked.items()}
         self._port = url.rpartition(":")[2]
-        self.live, self.classify, self.pauses = [], [], []  # type: Found, Found, Found
+        self.live: Found = []
+        self.classify: Found = []
+        self.pauses: Found = []
 
     def __enter__(self):
         command = [sys.executable, __file__, self._port]

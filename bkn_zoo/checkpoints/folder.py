@@ -45,12 +45,19 @@ GOLDEN_TOLERANCE = 1e-3
 
 
 def save_pretrained(
-    model: Network, folder: str | os.PathLike[str], *, label_names: list[str] | tuple[str, ...] | None = None,
-    preprocessing: Preprocessing | None = None, training: dict[str, Any] | None = None,
-    accuracy: dict[str, dict[str, float]] | None = None, uncertain_below: dict[str, float] | None = None,
-    default_statistics: str | None = None, card: str | None = None, license: str | None = None,
+    model: Network,
+    folder: str | os.PathLike[str],
+    *,
+    label_names: list[str] | tuple[str, ...] | None = None,
+    preprocessing: Preprocessing | None = None,
+    training: dict[str, Any] | None = None,
+    accuracy: dict[str, dict[str, float]] | None = None,
+    uncertain_below: dict[str, float] | None = None,
+    default_statistics: str | None = None,
+    card: str | None = None,
+    license: str | None = None,
     license_text: str | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Write a checkpoint folder, or replace one. Weights of two dimensions and more are stored in 16 bits.
 
     Args:
@@ -109,9 +116,12 @@ def write_card(folder: Path, text: str) -> None:
 
 
 def from_pretrained(
-    name: str | os.PathLike[str], *, revision: str | None = None, token: str | bool | None = None,
+    name: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
-) -> Network:  # fmt: skip
+) -> Network:
     """Load the network of a checkpoint, in float32 and evaluation mode.
 
     `.config` of the network describes the checkpoint. `.revision` is the commit on the Hub, or None for a local folder.

@@ -49,9 +49,14 @@ def download(
     for patterns in ([CONFIG], list(NEEDED_FILES)):
         with hub_errors(what):
             found = snapshot_download(
-                repository, revision=revision, token=token, cache_dir=None if cache_dir is None else Path(cache_dir),
-                allow_patterns=patterns, library_name="bkn_zoo", library_version=__version__,
-            )  # fmt: skip
+                repository,
+                revision=revision,
+                token=token,
+                cache_dir=None if cache_dir is None else Path(cache_dir),
+                allow_patterns=patterns,
+                library_name="bkn_zoo",
+                library_version=__version__,
+            )
         folder = Path(found)
         if not (folder / CONFIG).exists():
             raise CheckpointError(f"{what} has no {CONFIG}, so it is not a checkpoint of bkn_zoo: correct the name.")

@@ -37,9 +37,12 @@ class Location(NamedTuple):
 
 
 def locate(
-    name: str | os.PathLike[str], *, revision: str | None = None, token: str | bool | None = None,
+    name: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
-) -> Location:  # fmt: skip
+) -> Location:
     """Find a checkpoint, as `from_pretrained` does; one on the Hub is downloaded."""
     text = os.fspath(name)
     repository, _, named = text.partition("@")

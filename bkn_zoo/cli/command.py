@@ -179,10 +179,11 @@ COMMANDS = {
     "train": Command(
         "train a network by a recipe, or fine-tune one on your images",
         lambda: import_module("bkn_zoo.cli.train").train_parser(),
-        lambda words: import_module("bkn_zoo.cli.train").run_training(words), raw=True,
+        lambda words: import_module("bkn_zoo.cli.train").run_training(words),
+        raw=True,
     ),
     "evaluate": Command("measure a checkpoint on a data set", options.evaluate_parser, _check_and_evaluate),
     "export": Command("write a checkpoint for ONNX Runtime or OpenVINO", options.export_parser, _export),
     "publish": Command("publish checkpoints on the Hugging Face Hub", options.publish_parser, _publish_folders),
     "serve": Command("start the HTTP service", lambda: _service("settings").settings_parser(), _serve, raw=True),
-}  # fmt: skip
+}

@@ -13,10 +13,22 @@ if TYPE_CHECKING:
     from bkn_zoo.images.transforms import central_square, enlarge, normalize, per_channel, preprocess, preprocess_square
 
 __all__ = [
-    "INTERPOLATIONS", "MAX_PIXELS", "SUFFIXES", "ImageSource", "Preprocessing", "central_square", "enlarge",
-    "image_files", "normalize", "open_header", "open_image", "passed_over", "per_channel", "preprocess",
+    "INTERPOLATIONS",
+    "MAX_PIXELS",
+    "SUFFIXES",
+    "ImageSource",
+    "Preprocessing",
+    "central_square",
+    "enlarge",
+    "image_files",
+    "normalize",
+    "open_header",
+    "open_image",
+    "passed_over",
+    "per_channel",
+    "preprocess",
     "preprocess_square",
-]  # fmt: skip
+]
 
 
 def __getattr__(name: str) -> Any:

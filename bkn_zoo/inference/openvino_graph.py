@@ -5,6 +5,7 @@ import platform
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import numpy as np
@@ -113,9 +114,12 @@ def compiled(model: Any, options: dict[str, Any], file: Path | None = None) -> A
             port.set_names({f"port {number}"})
     if file is not None:
         file = file.with_suffix(f".{options[PRECISION]}.xml")
-        # The disk may be full.
-        with suppress(RuntimeError):
-            ov.save_model(model, file, compress_to_fp16=False)
+        # The disk may be full. Files are replaced as a whole, because other processes may be reading them.
+        with suppress(RuntimeError, OSError), TemporaryDirectory(dir=file.parent) as scratch:
+            saved = Path(scratch) / file.name
+            ov.save_model(model, saved, compress_to_fp16=False)
+            for suffix in (".bin", ".xml"):
+                saved.with_suffix(suffix).replace(file.with_suffix(suffix))
             model = file
     made = core().compile_model(model, "CPU", options)
     if folder is not None:

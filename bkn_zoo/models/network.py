@@ -120,9 +120,15 @@ class ConvNorm(nn.Module):
     """Convolution, pooling, norm, ReLU. Average pooling is cheaper here than before a 1x1 convolution."""
 
     def __init__(
-        self, make_norm: Any, in_channels: int, out_channels: int, kernel_size: int, stride: int = 1,
-        first: bool = False, pool: nn.Module | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        make_norm: Any,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int,
+        stride: int = 1,
+        first: bool = False,
+        pool: nn.Module | None = None,
+    ) -> None:
         super().__init__()
         self.conv = nn.Conv2d(in_channels, out_channels, kernel_size, stride, kernel_size // 2, bias=False)
         self.pool = pool

@@ -40,9 +40,15 @@ def batch_kalman(
         # After a depthwise convolution each channel depends on one channel, so A is diagonal.
         shapes = [(channels,)] if depthwise else None
         norm = BatchKalmanNorm2d(
-            channels, channels_below, eps, raw_process_noise=raw_process_noise, transition_shapes=shapes,
-            transition_rank=transition_rank, initial_belief=initial_belief and first, centered=centered,
-        )  # fmt: skip
+            channels,
+            channels_below,
+            eps,
+            raw_process_noise=raw_process_noise,
+            transition_shapes=shapes,
+            transition_rank=transition_rank,
+            initial_belief=initial_belief and first,
+            centered=centered,
+        )
         if norm.has_prior:
             norm.initial_gain = initial_gain
             norm.set_gain(initial_gain)

@@ -14,7 +14,23 @@ from bkn_zoo.norms.sequential import KalmanSequential
 from bkn_zoo.norms.statistics import MODES, Statistics, choose_statistics
 
 __all__ = [
-    "BatchKalmanNorm", "BatchKalmanNorm1d", "BatchKalmanNorm2d", "BatchKalmanNorm3d", "KalmanSequential", "recalibrate",
-    "no_weight_decay", "BatchNorm2d", "BatchRenorm2d", "GroupNorm2d", "Belief", "predict", "update", "predict_full",
-    "update_full", "concatenate", "MODES", "Statistics", "choose_statistics",
-]  # fmt: skip
+    "BatchKalmanNorm",
+    "BatchKalmanNorm1d",
+    "BatchKalmanNorm2d",
+    "BatchKalmanNorm3d",
+    "KalmanSequential",
+    "recalibrate",
+    "no_weight_decay",
+    "BatchNorm2d",
+    "BatchRenorm2d",
+    "GroupNorm2d",
+    "Belief",
+    "predict",
+    "update",
+    "predict_full",
+    "update_full",
+    "concatenate",
+    "MODES",
+    "Statistics",
+    "choose_statistics",
+]

@@ -21,9 +21,13 @@ class BatchNorm2d(RunningNorm):
         super().__init__(num_features, eps, momentum)
 
     def with_prior(
-        self, x: Tensor, prior: Belief | None = None, statistics: Statistics | str | None = None,
-        residual: Tensor | None = None, relu: bool = False,
-    ) -> tuple[Tensor, Belief | None]:  # fmt: skip
+        self,
+        x: Tensor,
+        prior: Belief | None = None,
+        statistics: Statistics | str | None = None,
+        residual: Tensor | None = None,
+        relu: bool = False,
+    ) -> tuple[Tensor, Belief | None]:
         statistics = self.choose(statistics)
         if statistics != Statistics("batch", None) or not self.training or self.momentum is None:
             return super().with_prior(x, prior, statistics, residual, relu)
@@ -57,9 +61,15 @@ class BatchRenorm2d(RunningNorm):
     fusible = False
 
     def __init__(
-        self, num_features: int, prior_features: int | None = None, eps: float = 1e-3, momentum: float | None = 0.01,
-        warmup: int = 5_000, r_steps: int = 40_000, d_steps: int = 25_000,
-    ) -> None:  # fmt: skip
+        self,
+        num_features: int,
+        prior_features: int | None = None,
+        eps: float = 1e-3,
+        momentum: float | None = 0.01,
+        warmup: int = 5_000,
+        r_steps: int = 40_000,
+        d_steps: int = 25_000,
+    ) -> None:
         super().__init__(num_features, eps, momentum)
         self.warmup, self.r_steps, self.d_steps = warmup, r_steps, d_steps
 
@@ -89,9 +99,12 @@ class GroupNorm2d(nn.GroupNorm):
     carries_belief = True
 
     def __init__(
-        self, num_features: int, prior_features: int | None = None, eps: float = 1e-5,
+        self,
+        num_features: int,
+        prior_features: int | None = None,
+        eps: float = 1e-5,
         channels_per_group: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if channels_per_group is None:
             groups = math.gcd(32, num_features)
         else:

@@ -74,13 +74,24 @@ class BatchKalmanNorm(RunningNorm):
     center: nn.Parameter | None
 
     def __init__(
-        self, num_features: int, prior_features: int | None = None, eps: float = 1e-5, momentum: float | None = 0.1,
-        affine: bool = True, track_running_stats: bool = True, *, bias: bool = True,
-        statistics_batch_size: int | None = None, raw_process_noise: nn.Parameter | None = None,
-        transition_shapes: Sequence[tuple[int, ...]] | None = None, transition_rank: int | None = None,
-        initial_belief: bool = False, centered: bool = False, device: torch.device | str | None = None,
+        self,
+        num_features: int,
+        prior_features: int | None = None,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        *,
+        bias: bool = True,
+        statistics_batch_size: int | None = None,
+        raw_process_noise: nn.Parameter | None = None,
+        transition_shapes: Sequence[tuple[int, ...]] | None = None,
+        transition_rank: int | None = None,
+        initial_belief: bool = False,
+        centered: bool = False,
+        device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, statistics_batch_size, device, dtype, bias
         )

@@ -69,10 +69,17 @@ class RunningNorm(nn.Module):
     skipped_steps: Tensor
 
     def __init__(
-        self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1, affine: bool = True,
-        track_running_stats: bool = True, statistics_batch_size: int | None = None,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None, bias: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        statistics_batch_size: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        bias: bool = True,
+    ) -> None:
         super().__init__()
         self.num_features, self.eps, self.momentum, self.affine = num_features, eps, momentum, affine
         self.track_running_stats, self.statistics_batch_size = track_running_stats, statistics_batch_size
@@ -118,9 +125,13 @@ class RunningNorm(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(
-        self, x: Tensor, prior: Belief | None = None, statistics: Statistics | str | None = None,
-        residual: Tensor | None = None, relu: bool = False,
-    ) -> tuple[Tensor, Belief | None] | Tensor:  # fmt: skip
+        self,
+        x: Tensor,
+        prior: Belief | None = None,
+        statistics: Statistics | str | None = None,
+        residual: Tensor | None = None,
+        relu: bool = False,
+    ) -> tuple[Tensor, Belief | None] | Tensor:
         """Normalize `x`, (images, channels, ...), then add `residual` and apply ReLU, if asked.
 
         Args:
@@ -135,9 +146,13 @@ class RunningNorm(nn.Module):
         return self.with_prior(x, prior, statistics, residual, relu)
 
     def with_prior(
-        self, x: Tensor, prior: Belief | None = None, statistics: Statistics | str | None = None,
-        residual: Tensor | None = None, relu: bool = False,
-    ) -> tuple[Tensor, Belief | None]:  # fmt: skip
+        self,
+        x: Tensor,
+        prior: Belief | None = None,
+        statistics: Statistics | str | None = None,
+        residual: Tensor | None = None,
+        relu: bool = False,
+    ) -> tuple[Tensor, Belief | None]:
         """As `forward`, with the prior in any network."""
         self.check(x, residual)
         statistics = self.choose(statistics)

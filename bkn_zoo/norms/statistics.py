@@ -49,9 +49,15 @@ def _grouped(rows: Tensor, group: int) -> Tensor:
 
 
 def normalize_groups(
-    x: Tensor, belief: Belief, weight: Tensor | None, bias: Tensor | None, eps: float, residual: Tensor | None = None,
-    relu: bool = False, group: int | None = 1,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    belief: Belief,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    residual: Tensor | None = None,
+    relu: bool = False,
+    group: int | None = 1,
+) -> Tensor:
     """gamma (x - m) / sqrt(v + eps) + beta, each group with its own belief, then the residual sum and the ReLU."""
     scale = torch.rsqrt(belief.var + eps)
     scale = scale if weight is None else weight * scale

@@ -119,9 +119,13 @@ Loaded = tuple[Images, Images | None, Images | None, list[str], Preprocessing]
 
 
 def load_data(
-    name: str, root: str | Path, size: int | None = None, validation: float | None = 0.1,
-    labels: Path | None = None, label_names: Sequence[str] = (),
-) -> Data:  # fmt: skip
+    name: str,
+    root: str | Path,
+    size: int | None = None,
+    validation: float | None = 0.1,
+    labels: Path | None = None,
+    label_names: Sequence[str] = (),
+) -> Data:
     """A data set by name: "cifar10", "cifar100", "tiny_imagenet", or "folder" for a tree of image files.
 
     Args:

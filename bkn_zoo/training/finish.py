@@ -61,10 +61,14 @@ def finish_training(
     thresholds = {mode: uncertain_below(outputs, labels) for mode, outputs in logits.items()}
     split = "validation" if data.test is None else "test"
     facts = {
-        "name": plan.name, "epochs": training.history[-1]["epoch"], "kept_epoch": kept["epoch"], "test_images": split,
-        "statistics_anew": anew, "recipe": json.loads(json.dumps(dataclasses.asdict(recipe))),
+        "name": plan.name,
+        "epochs": training.history[-1]["epoch"],
+        "kept_epoch": kept["epoch"],
+        "test_images": split,
+        "statistics_anew": anew,
+        "recipe": json.loads(json.dumps(dataclasses.asdict(recipe))),
         **environment(recipe.seed),
-    }  # fmt: skip
+    }
     held_out = "of each class" if data.name == "folder" else "of all"  # so that `evaluate` can find them again
     save_pretrained(
         model.cpu(), plan.folder, label_names=data.label_names, preprocessing=data.preprocessing, card="",

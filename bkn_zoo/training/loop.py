@@ -123,7 +123,7 @@ class _Saves:
 
     def __init__(
         self, training: Training, recipe: Recipe, folder: Path, minutes: float, steps: int, signals: list[int]
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.training, self.recipe, self.folder, self.steps, self.signals = training, recipe, folder, steps, signals
         self.patience, self.last = 60 * minutes, time.monotonic()
         # The time before an interruption counts, too.

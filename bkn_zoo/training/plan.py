@@ -190,11 +190,12 @@ def adapted(
     least, most = ENOUGH_STEPS["pretrained" if pretrained else "new"]
     epochs = max(recipe.epochs, min(math.ceil(least / max(images // batch, 1)), most))
     fields: dict[str, Any] = {
-        "gradient_batch": batch, "statistics_batch_size": group and math.gcd(group, batch),
+        "gradient_batch": batch,
+        "statistics_batch_size": group and math.gcd(group, batch),
         "freeze": CPU_FREEZE if cpu and pretrained else recipe.freeze,
         # The classifier of a frozen network is fitted before the first epoch.
         "epochs": 0 if recipe.freeze is True and pretrained else epochs,
-    }  # fmt: skip
+    }
     return dataclasses.replace(recipe, **{name: value for name, value in fields.items() if name not in given})
 
 

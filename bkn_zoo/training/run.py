@@ -138,7 +138,7 @@ def _train_as_planned(plan: TrainingPlan, runtime: Runtime) -> TrainingResult:
 
 def _train_in_folder(
     plan: TrainingPlan, recipe: Recipe, data: Data, training: Training, runtime: Runtime, rank: int
-) -> TrainingResult:  # fmt: skip
+) -> TrainingResult:
     def stop(number: int, frame: Any) -> None:
         raise Stopped(number, "stopped before all results were written; continue with --resume")
 

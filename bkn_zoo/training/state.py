@@ -149,11 +149,15 @@ def save_state(training: Training, recipe: Recipe, folder: Path) -> None:
         if not parameter.isfinite().all():
             raise NonFiniteLossError(f"{name} was not finite after step {training.step - 1}: {REMEDY}.")
     state = _identity(training, recipe) | {
-        "seconds": training.seconds, "best": training.best, "losses": training.losses,
-        "model": training.model.state_dict(), "averaged": training.averaged and training.averaged.state_dict(),
-        "optimizer": training.optimizer.state_dict(), "history": json.dumps(training.history),
+        "seconds": training.seconds,
+        "best": training.best,
+        "losses": training.losses,
+        "model": training.model.state_dict(),
+        "averaged": training.averaged and training.averaged.state_dict(),
+        "optimizer": training.optimizer.state_dict(),
+        "history": json.dumps(training.history),
         "preprocessing": training.preprocessing and dataclasses.asdict(training.preprocessing),
-    }  # fmt: skip
+    }
     scratch = folder / f".{STATE}.tmp"
     try:
         with scratch.open("wb") as file:

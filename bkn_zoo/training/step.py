@@ -24,7 +24,7 @@ Part = tuple[Tensor, Tensor]
 
 def make_step(
     training: Training, recipe: Recipe, device: torch.device, weights: Tensor | None = None
-) -> Callable[[Batch], Tensor]:  # fmt: skip
+) -> Callable[[Batch], Tensor]:
     """One step on one process's share of a gradient batch, with `weights` of classes; returns the mean loss."""
     network: Any = training.model
     alone: Callable[[], Any] = nullcontext  # a context in which gradients are not yet averaged over processes

@@ -364,7 +364,7 @@ def gains_figure(norms: Norms) -> Any:
             place.plot(range(len(names)), means, "o-", color=colour, markersize=4, label=f"groups of {group}")
         place.set_xticks(range(len(names)), [_place(name) for name in names], fontsize=6, rotation=90)
         place.set_ylim(-0.03, 1.03)
-        place.set_title(each.arm.label, fontsize=10)
+        place.set_title(label, fontsize=10)
         place.legend(frameon=False, fontsize=8)
     axes[0].set_ylabel("gain q after training")
     return figure
