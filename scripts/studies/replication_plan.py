@@ -173,8 +173,7 @@ def _arm(
     changes = {
         **setting, "model": f"{network}_{row['norm']}", "gradient_batch": gradient,
         "statistics_batch_size": None if group == gradient else group, **fields,
-        **{f"norm_options.{option}": value for option, value in in_steps.items() if row["norm"] == "brn"},
-        **{f"norm_options.{option}": value for option, value in options.items()}, **overrides,
+        "norm_options": {**(in_steps if row["norm"] == "brn" else {}), **options}, **overrides,
     }  # fmt: skip
     own = [f"{key}={value}" for key, value in sorted({**options, **fields}.items()) if key not in LAUNCHING]
     wide, batches = ["wide"] * bool(width), f"{gradient}-{group}"
