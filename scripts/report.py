@@ -43,6 +43,7 @@ def regions() -> dict[Path, dict[str, Content]]:
         DOCS / "imagenet.md": {"cost": frame(imagenet(benchmarks))},
         DOCS / "service.md": {"attacks": attacks(json.loads((RESULTS / "attack.json").read_text()))},
         DOCS / "conversion.md": conversion(json.loads((RESULTS / "conversion.json").read_text())["rows"]),
+        RESULTS / "tables" / "conversion": converted(RESULTS),
         ROOT / "MODEL_CARD.md": zoo_card(configs, RESULTS),
         ROOT / "README.md": {"checkpoints": frame(short_list(configs, RESULTS))},
     }
@@ -109,6 +110,30 @@ def conversion(rows: list[dict[str, Any]]) -> dict[str, Content]:
         f"than 15 s, for a forward pass of less than 1 s, for {', '.join(slow) or 'none'}."
     )
     return {"libraries": frame(shares), "planning": planning, "unsupported": frame(failed)}
+
+
+def converted(results: Path) -> dict[str, Content]:
+    """The size of each converted network, and the losses of the recipes, for CSV files."""
+    networks, recipes = (
+        json.loads((results / name).read_text())["rows"] for name in ("conversion.json", "recipes.json")
+    )
+    sizes = [
+        {
+            "library": row["library"], "network": row["name"], "norms": row["norms"] + row["left"],
+            "norms left": row["left"], "parameters": row["parameters"],
+            "added (%)": f"{100 * row['added'] / row['parameters']:.1f}",
+        }
+        for row in networks
+        if row["converts"]
+    ]  # fmt: skip
+    losses = [
+        {"library": row["library"], "norms": norms}
+        | {name: f"{found[name]:.3f}" for name in ("first_loss", "last_loss")}
+        for row in recipes
+        for norms, found in (("BKN", row), ("BN", row.get("not_converted")))
+        if found
+    ]
+    return {"networks": frame(sizes), "recipes": frame(losses)}
 
 
 def attacks(records: dict[str, Any]) -> Content:

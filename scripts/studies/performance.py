@@ -221,6 +221,10 @@ def tables(records: Records, results: Path, checkpoints: Path) -> dict[str, Cont
         "service": between_engine_and_service(records["serve"]),
         "first_answer": starts(records),
         "start": on_each("start"),
+        "watch": on_each("watch"),
+        "pooling": frame(json.loads((results / "pooling_kernels.json").read_text())["rows"]).drop(
+            columns=["ms", "peak_gib"]
+        ),
     }
 
 
