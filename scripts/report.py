@@ -183,7 +183,9 @@ def sampled(count: int, seed: int) -> Iterator[str]:
     for path in pages():
         lines = REGION.sub("", path.read_text(encoding="utf-8")).splitlines()
         prose = "\n".join(line for line in lines if not line.startswith(("|", "#", "!", "    ")))
-        for sentence in re.split(r"(?<=[.:;])\s+|\n\n", prose):
+        # A marker may contain a colon, which does not end a sentence.
+        whole = NUMBER.sub(lambda marker: marker[0].replace(" ", "\N{NO-BREAK SPACE}"), prose)
+        for sentence in re.split(r"(?<=[.:;])[ \n]+|\n\n", whole):
             shown = re.sub(r"<!--.*?-->", "", " ".join(sentence.split()))
             if MEASURED.search(re.sub(r"\([^)]*\)|`[^`]*`", "", shown)):
                 found.append((path.name, shown, NUMBER.findall(sentence)))
