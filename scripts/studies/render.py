@@ -9,6 +9,7 @@ the cell of a CSV file that it is rounded from, by the file, some cells of the r
 
     BN ends at <!--=results/headline|BN;60|2-->69.2<!--/--> %
 
+Inside a table, ^ takes the place of |, which would end the cell.
 The rest of a page is written by hand.
 """
 
@@ -25,7 +26,7 @@ from studies.base import DOCS, RESULTS, ROOT
 
 MARKER = re.compile(r"<!-- (begin|end): ([\w.-]+) -->")
 MARKS = re.compile(r"\*\*|`|\[(?=[^\]]*\]\()|\]\([^)]*\)")  # bold, code, and what surrounds the text of a link
-NUMBER = re.compile(r"(<!--=([^|>]+)\|([^|>]+)\|([^|>]+)-->)([^<]*)(?=<!--/-->)")
+NUMBER = re.compile(r"(<!--=([^|^>]+)[|^]([^|^>]+)[|^]([^|^>]+)-->)([^<]*)(?=<!--/-->)")
 TABLES = RESULTS / "tables"
 
 Part = str | pd.DataFrame
