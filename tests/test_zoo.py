@@ -19,7 +19,11 @@ from bkn_zoo.training.recipes import read_recipe
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
 FOLDERS = sorted(path.parent for path in (ROOT / "checkpoints").glob("*/config.json"))
-NOT_MEASURED = ["inception_cifar_bkn.cifar100_single.cuda.json"]
+NOT_MEASURED = [
+    f"inception_{name}.{kind}.json"
+    for name in ("cifar_bkn.cifar100", "cifar_bkn.cifar100_single", "v2_bkn.tiny_imagenet")
+    for kind in ("cpu.bf16", "cpu.f16", "cuda", "cuda.bf16", "cuda.f16")
+]
 
 TRAINED = [folder for folder in FOLDERS if (ROOT / "recipes" / f"{folder.name}.toml").exists()]
 IMPORTED = [folder for folder in FOLDERS if folder not in TRAINED]
@@ -58,7 +62,7 @@ def test_default_checkpoints_are_of_their_networks():
 
 @each_trained
 def test_checkpoint_follows_from_recipe_and_record(folder):
-    """Its recipe is in the repository, its classes are the data set's, its default was best on validation images."""
+    """Its recipe is in the repository, its classes are the data set's, no mode is clearly better than its default."""
     config, run = Config.read(folder / "config.json"), read_record(RESULTS, folder.name)
     assert config.accuracy.keys() == run["test"].keys()
     for mode, metrics in config.accuracy.items():
@@ -66,7 +70,9 @@ def test_checkpoint_follows_from_recipe_and_record(folder):
     assert read_recipe(ROOT / "recipes" / f"{folder.name}.toml") == read_recipe(None, config.recipe)
     assert CLASSES[config.recipe["dataset"]] == config.num_classes
     validation = run.get("validation") or run["curve"][-1]["validation"]
-    assert validation[config.default_statistics]["top1"] == max(metrics["top1"] for metrics in validation.values())
+    best, chosen = max(metrics["top1"] for metrics in validation.values()), validation[config.default_statistics]
+    # `population` is the default unless another mode is clearly better.
+    assert chosen["top1"] == best or (config.default_statistics == "population" and chosen["top1_high"] > best)
 
 
 @each_trained

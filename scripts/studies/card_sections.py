@@ -38,6 +38,11 @@ mean over seeds and, if there are several, ± their standard deviation. *batches
 size. The mode in bold was best on the validation images, on average over a row's runs. Compare rows by these modes.
 Between single runs, a difference of about a point may be chance."""
 
+ELSEWHERE = """\
+### Compared with other norms
+
+docs/results.md, "Standardized weights", compares BKN with other norms and says what has not been trained."""
+
 LINK = (
     "How much of this comes from the link between layers (the transition A) is in docs/results.md, "
     '"What the link is worth".'
@@ -185,6 +190,8 @@ def precision_section(evaluations: Sequence[Mapping[str, Any]]) -> str:
 def twins_section(config: Config, runs: Sequence[Record]) -> str:
     recipe = config.recipe
     network = config.architecture.rpartition("_")[0]
+    if recipe.get("norm_options", {}).get("standardized_weights"):
+        return ELSEWHERE
     groups: dict[tuple[str, int, int], list[Record]] = {}
     for run in runs:
         same = but_for_twins(run["recipe"]) == but_for_twins(recipe) and is_plain(run, recipe)

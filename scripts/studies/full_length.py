@@ -6,6 +6,7 @@ They compare BKN with few images per statistics group, BN with as few, and BN wi
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 import torch
@@ -87,6 +88,6 @@ def full_length_table(rows: Iterable[FullLength]) -> pd.DataFrame:
     return frame(map(line, rows))
 
 
-def parameters(name: str, classes: int) -> int:
+def parameters(name: str, classes: int, **options: Any) -> int:
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in build(name, classes).parameters())
+        return sum(parameter.numel() for parameter in build(name, classes, **options).parameters())

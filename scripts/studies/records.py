@@ -29,7 +29,7 @@ def recipe_key(recipe: Recipe, width: float = 1.0, every: int = 1) -> str:
 
 def read_run(path: Path) -> Record:
     """The record of a run; for a published network, with its accuracy by EvalNorm's rule, measured later."""
-    record = json.loads(path.read_text())
+    record = json.loads(path.read_text()) | {"name": path.stem}
     later = path.parent.parent / "evalnorm" / path.name
     if later.exists():
         record["rules"] = {"EvalNorm": json.loads(later.read_text())["rows"][0], **record.get("rules", {})}

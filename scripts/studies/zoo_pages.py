@@ -86,7 +86,7 @@ def short_list(checkpoints: Mapping[str, Config], results: Path) -> list[dict[st
             "top-1 (%)": _accuracy(name, config, config.default_statistics, results),
             "classes": config.num_classes,
             "image size": f"{config.preprocessing.size} px" if config.preprocessing else None,
-            "parameters": f"{parameters(config.architecture, config.num_classes) / 1e6:.1f}M",
+            "parameters": f"{parameters(config.architecture, config.num_classes, **config.norm_options) / 1e6:.1f}M",
             "default statistics": f"`{config.default_statistics}`",
         }
         for name, config in sorted(checkpoints.items())
