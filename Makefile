@@ -3,13 +3,16 @@ PYTHON ?= python3
 VENV := .venv
 READY := $(VENV)/.installed
 
-.PHONY: test test-oldest lint types unit coverage docs dist serve clean
+.PHONY: install test test-oldest lint types unit coverage docs dist serve clean
 
 # Types are checked beside the tests, since mypy uses one core.
 test: lint
 	$(MAKE) --jobs=2 types unit
 
+install: $(READY)
+
 $(READY): pyproject.toml
+	@echo "installing into $(VENV), which takes a few minutes, and gigabytes with CUDA's libraries"
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet uv
 	$(VENV)/bin/python -m uv pip install --quiet --compile-bytecode --python $(VENV)/bin/python --editable '.[serve,train,openvino,dev]'

@@ -355,7 +355,8 @@ def test_patience_counts_epochs_of_fine_tuning(tmp_path, monkeypatch, capsys, lo
     fit(state, recipe, data(), tmp_path, Runtime(CPU))
     assert [line["epoch"] for line in state.history] == [*range(epochs + 1)]
     assert state.finished
-    told = "stopped: the validation loss has not fallen for 2 epochs (--patience 2)\nthe weights of epoch "
+    lowest = min(range(1, epochs + 1), key=lambda epoch: losses[epoch - 1])
+    told = f"stopped: the validation loss has not fallen since epoch {lowest} (--patience 2)\nthe weights of epoch "
     assert (told in capsys.readouterr().out) == (epochs < len(losses))
     assert replaces_finished(tmp_path, recipe, started())
 

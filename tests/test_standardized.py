@@ -381,6 +381,22 @@ def test_convert_standardizes_convolutions_before_norms():
         assert_close(create_engine(network, "torch")(x, "sample"), network(x, statistics="sample"))
 
 
+@pytest.mark.parametrize("trained", [True, False])
+def test_state_dict_says_whether_weights_are_standardized(tmp_path, trained):
+    """Otherwise a file would load without an error into the other kind of network, which computes something else."""
+    ours, other = (
+        bkn_zoo.convert(small_network(), statistics_batch_size=2, standardized_weights=way)
+        for way in (trained, not trained)
+    )
+    torch.save(ours.state_dict(), tmp_path / "weights.pt")
+    saved = torch.load(tmp_path / "weights.pt")
+    with pytest.raises(InputError, match=f"trained with standardized_weights={trained}, but 0 has"):
+        other.load_state_dict(saved)
+    ours.load_state_dict(saved)
+    # Without this note, as in safetensors, they load.
+    other.load_state_dict(dict(saved))
+
+
 def test_network_of_a_library_keeps_the_options(tmp_path):
     pytest.importorskip("timm")
     network = bkn_zoo.create_model("timm:test_resnet", 4, **OPTIONS)

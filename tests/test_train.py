@@ -258,7 +258,8 @@ def test_fine_tuning_leaves_what_evaluate_confirms(tree, checkpoint, tmp_path, m
 
     fields = "ema_0-epochs_2-freeze_0-gradient_batch_8-keep_last-lr_0.001-optimizer_sgd-validation_0.3"
     output = tmp_path / "runs" / f"{NETWORK}.photos-{fields}"
-    assert f"try it with: bkn-zoo serve --checkpoint runs/{output.name}/{output.name}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"try it with: bkn-zoo classify PHOTO --checkpoint runs/{output.name}/{output.name}" in said
     model = bkn_zoo.from_pretrained(output / output.name)
     config = model.config
     assert (model.name, model.num_classes, model.statistics_batch_size) == (NETWORK, 2, 2)  # groups as the checkpoint's
@@ -410,7 +411,7 @@ def test_fine_tuning_preprocesses_as_its_checkpoint(tmp_path, capsys):
 def test_early_stop_is_in_output_record_config_and_card(capsys):
     command("train", "--data", "photos", *NEW[:-1], "9", "--lr", "0", "--patience", "1", "--freeze", "--name", "mine")
     written = capsys.readouterr()
-    assert "stopped: the validation loss has not fallen for 1 epoch (--patience 1)\n" in written.out
+    assert "stopped: the validation loss has not fallen since epoch 1 (--patience 1)\n" in written.out
     assert "has no val or test, so the accuracy is that of the validation images" in written.out
     record = read("runs/mine/results/runs/mine.json")
     assert (record["epochs"], len(record["curve"]), record["recipe"]["epochs"]) == (5, 5, 9)

@@ -53,8 +53,11 @@ def evaluate_checkpoint(args: argparse.Namespace) -> None:
     rows = [{"statistics": mode} | count | measure_accuracy(outputs, labels) for mode, outputs in logits.items()]
     which = "all images" if split == "all" else f"the {split} images"
     if split == "validation" and data.held_out:
-        share = model.config.recipe.get("validation", 0.1)
-        which = f"the {share:.0%} of images that a training on this folder holds out (--split all uses all of them)"
+        every = sum(len(part) for part in (data.train, data.validation))
+        which = (
+            f"{len(images)} of {every} images, those that a training on this folder holds out (add --split all if "
+            f"{args.checkpoint} was trained on other images)"
+        )
     print(f"{which} of {args.data}; top1 with its 95 % interval (Wilson)\n")
     print(table(rows, list(rows[0])))
     mode = model.default_statistics if model.default_statistics in logits else next(iter(logits))

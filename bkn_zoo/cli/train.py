@@ -183,7 +183,8 @@ def report(result: "TrainingResult", plan: TrainingPlan) -> None:
     if record["test_images"] == "validation":
         why = "has no val or test, so the accuracy is that of the validation images, which also made choices"
         print(f"{plan.data} {why}: it is slightly optimistic")
-    print(f"saved to {result.folder}; try it with: bkn-zoo serve --checkpoint {shlex.quote(str(result.folder))}")
+    folder = shlex.quote(str(result.folder))
+    print(f"saved to {folder}; try it with: bkn-zoo classify PHOTO --checkpoint {folder}")
 
 
 def _how_to_continue(error: BaseException, plan: TrainingPlan | None, arguments: list[str]) -> str:

@@ -12,7 +12,7 @@ from bkn_zoo.errors import CheckpointError, InputError, few_names
 from bkn_zoo.modes import Statistics, check_mode, choose_statistics
 from bkn_zoo.norms.batch_kalman import OneNoise
 from bkn_zoo.norms.kalman import Belief
-from bkn_zoo.norms.standardized import standardized_once
+from bkn_zoo.norms.standardized import check_standardized, standardized_once
 from bkn_zoo.upper import upper
 
 State = tuple[Tensor, Belief | None]
@@ -36,6 +36,10 @@ class BeliefNetwork(nn.Module):
         if name == "default_statistics":
             check_mode(value)
         super().__setattr__(name, value)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
+        check_standardized(self, state_dict)
+        return super().load_state_dict(state_dict, *args, **options)
 
 
 class Network(BeliefNetwork, OneNoise):

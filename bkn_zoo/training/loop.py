@@ -175,8 +175,8 @@ def _report_epoch(training: Training, recipe: Recipe, steps: int) -> None:
     top1 = show_top1(line["validation"][best_mode(line["validation"])])
     tqdm.write(f"epoch {line['epoch']} of {recipe.epochs}: {losses}, top-1 {top1}{note}")
     if training.finished and training.step < steps:
-        epochs = counted(recipe.patience or 0, "epoch")
-        tqdm.write(f"stopped: the validation loss has not fallen for {epochs} (--patience {recipe.patience})")
+        lowest = min(filter(lambda line: line["epoch"], training.history), key=validation_loss)["epoch"]
+        tqdm.write(f"stopped: the validation loss has not fallen since epoch {lowest} (--patience {recipe.patience})")
     if training.finished and training.best is not None:
         tqdm.write(f"the weights of epoch {kept['epoch']} are kept")
 
