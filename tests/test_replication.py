@@ -13,7 +13,7 @@ from studies.base import RESULTS
 from studies.replication_cells import difference
 from studies.replication_plan import listed, read_plan, read_records
 from studies.runner import main
-from studies.stats import Deviation, Difference, between, inverse_trigamma, paired, typical
+from studies.stats import Deviation, Difference, between, gaps, inverse_trigamma, mean_of, typical
 
 from bkn_zoo.modes import MODES
 from bkn_zoo.training import datasets
@@ -98,10 +98,13 @@ def test_an_arm_scatters_as_its_settings_arms_do_or_more(these, those, usual, er
 def test_runs_with_the_same_seed_are_compared_in_pairs():
     """As scipy's paired t-test does; other seeds do not count."""
     these, those = {0: 50.0, 1: 52.0, 2: 55.0, 3: 10.0}, {0: 49.0, 1: 50.5, 2: 54.0, 4: 99.0}
-    found, test = paired(these, those), ttest_rel([50.0, 52.0, 55.0], [49.0, 50.5, 54.0])
+    found, test = mean_of(gaps(these, those)), ttest_rel([50.0, 52.0, 55.0], [49.0, 50.5, 54.0])
     assert (found.seeds, found.value, found.p_value) == ((3, 3), pytest.approx(3.5 / 3), pytest.approx(test.pvalue))
     assert found.value + found.margin == pytest.approx(test.confidence_interval().high)
-    assert paired(these, {7: 1.0}) is None
+    assert gaps(these, {7: 1.0}) == []
+    # Three pairs may agree closely by chance.
+    usual = mean_of(gaps(these, those), usual=Deviation(2.0, 9.0))
+    assert (usual.value, usual.error, usual.freedom) == (found.value, pytest.approx(2 / 3**0.5), 9.0)
     records = read_records(RESULTS / "reproduce", RESULTS / "runs")
     claim = {"this": "cifar100.bkn.128-1", "that": "cifar100.gn.128-128", "paired": True}  # of six and three seeds
     assert difference(claim, PLANNED, records).seeds == (3, 3)

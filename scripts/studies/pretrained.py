@@ -91,7 +91,7 @@ class Experiment:
     def difference(self, one: str, other: str, column: str, batch: int) -> Difference:
         """The mean difference between runs with the same seed."""
         pairs = zip(self.values(one, column, batch), self.values(other, column, batch), strict=True)
-        return mean_of([this - that for this, that in pairs], (len(SEEDS), len(SEEDS)))
+        return mean_of([this - that for this, that in pairs])
 
     def compared(self, one: str, others: Sequence[str], column: str, batch: int) -> tuple[str, str]:
         """The best of other arms, and the difference to it."""

@@ -12,7 +12,7 @@ from bkn_zoo.modes import MODES
 from studies.base import Record
 from studies.records import CLASSES, best_mode, chosen_statistics, learned, measured
 from studies.replication_plan import Arm, Plan, Training, listed
-from studies.stats import Deviation, Difference, between, mean_of, paired, typical
+from studies.stats import Deviation, Difference, between, gaps, mean_of, typical
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,26 @@ def deviation(setting: str, plan: Plan, records: Mapping[str, Record], images: s
     return typical(each.top1(images=images) for each in found if each.records and each.learned())
 
 
+def paired_deviation(setting: str, plan: Plan, records: Mapping[str, Record]) -> Deviation | None:
+    """The typical deviation of a setting's differences between runs with the same seed."""
+    claims = (claim for each in plan.experiments if each.paired for claim in each.differences)
+    sides = (_sides(claim, plan, records) for claim in claims if "this" in claim)
+    return typical(gaps(ours, theirs) for found, _, ours, theirs, own in sides if found == setting and own is None)
+
+
+BySeed = dict[int, float]
+
+
+def _sides(
+    claim: Mapping[str, Any], plan: Plan, records: Mapping[str, Record]
+) -> tuple[str, str, BySeed, BySeed, list[float] | None]:
+    """Setting and images of a claim, the results of its sides by seed, and the gaps if both sides are the same runs."""
+    modes, images = claim.get("modes", [None, None]), claim.get("images", "test")
+    this, that = (best(listed(claim[side]), plan, records) for side in ("this", "that"))
+    own = this.gaps(*modes) if this.arm is that.arm else None
+    return this.arm.setting, images, this.by_seed(modes[0], images), that.by_seed(modes[1], images), own
+
+
 def verdict(claim: Mapping[str, Any], found: Difference) -> str:
     """The verdict on a claim; its field `otherwise`, if it has one, replaces "did not hold"."""
     said = found.verdict(claim.get("same", False))
@@ -95,17 +115,15 @@ def difference(claim: Mapping[str, Any], plan: Plan, records: Mapping[str, Recor
         return None
     if claim.get("steps"):
         return steps_saved(claim, plan, records)
-    modes, images = claim.get("modes", [None, None]), claim.get("images", "test")
-    this, that = (best(listed(claim[side]), plan, records) for side in ("this", "that"))
-    if this.arm is that.arm:
-        gaps = this.gaps(*modes)
-        return mean_of(gaps, (len(gaps), len(gaps))) if gaps else None
-    ours, theirs = this.by_seed(modes[0], images), that.by_seed(modes[1], images)
+    setting, images, ours, theirs, own = _sides(claim, plan, records)
+    if own is not None:
+        return mean_of(own) if own else None
+    if claim.get("paired"):
+        found = gaps(ours, theirs)
+        return mean_of(found, usual=paired_deviation(setting, plan, records)) if found else None
     if not ours or not theirs:
         return None
-    if claim.get("paired"):
-        return paired(ours, theirs)
-    return between([*ours.values()], [*theirs.values()], deviation(this.arm.setting, plan, records, images))
+    return between([*ours.values()], [*theirs.values()], deviation(setting, plan, records, images))
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ def differences(records: Sequence[Record], dataset: str) -> list[dict[str, str]]
             if gaps:
                 fewest = min(map(len, gaps))
                 over_images = interval(np.mean([by_image[:fewest] for by_image in gaps], 0))
-                over_seeds = mean_of([float(by_image.mean()) for by_image in gaps], (len(pairs), len(pairs)))
+                over_seeds = mean_of([float(by_image.mean()) for by_image in gaps])
                 seeds = f", seeds ± {over_seeds.margin:.1f}" if len(pairs) > 1 else ""
                 shown[head] = f"{over_seeds.value:+.1f} (images ± {over_images:.1f}{seeds})"
         rows += [shown] if pairs else []

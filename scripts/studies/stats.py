@@ -97,7 +97,7 @@ def between(these: Sequence[float], those: Sequence[float], usual: Deviation | N
     """The difference between the means of two arms, with degrees of freedom by Welch and Satterthwaite.
 
     Each arm has its own deviation or the usual one, whichever is larger, because three seeds may be close to each other
-    by chance. Pairs of runs with the same seed are not treated as paired: see `paired`.
+    by chance. Pairs of runs with the same seed are not treated as paired: see `gaps`.
     """
     seeds, means = (len(these), len(those)), mean(these) - mean(those)
     if usual is None and min(seeds) < 2:
@@ -116,16 +116,17 @@ def between(these: Sequence[float], those: Sequence[float], usual: Deviation | N
     return Difference(means, square**0.5, seeds, freedom)
 
 
-def paired(these: Mapping[int, float], those: Mapping[int, float]) -> Difference | None:
-    """The mean difference of runs with the same seed, from results by seed; None if no seed is in both."""
-    gaps = [these[seed] - those[seed] for seed in sorted(these.keys() & those.keys())]
-    return mean_of(gaps, (len(gaps), len(gaps))) if gaps else None
+def gaps(these: Mapping[int, float], those: Mapping[int, float]) -> list[float]:
+    """The differences of runs with the same seed, from results by seed."""
+    return [these[seed] - those[seed] for seed in sorted(these.keys() & those.keys())]
 
 
-def mean_of(gaps: Sequence[float], seeds: tuple[int, int]) -> Difference:
-    """The mean of differences that were computed run by run."""
-    error = stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else None
-    return Difference(mean(gaps), error, seeds, max(len(gaps) - 1, 1))
+def mean_of(gaps: Sequence[float], seeds: tuple[int, int] | None = None, usual: Deviation | None = None) -> Difference:
+    """The mean of differences run by run, with their own deviation or the usual one, whichever is larger."""
+    own, freedom = (stdev(gaps) if len(gaps) > 1 else None), max(len(gaps) - 1.0, 1.0)
+    if usual and usual.value >= (own or 0.0):
+        own, freedom = usual.value, usual.freedom
+    return Difference(mean(gaps), None if own is None else own / len(gaps) ** 0.5, seeds or (len(gaps),) * 2, freedom)
 
 
 def spread(values: Iterable[float], digits: int = 2) -> str:

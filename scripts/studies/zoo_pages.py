@@ -116,7 +116,7 @@ def _training(results: Path) -> list[dict[str, Any]]:
     parts = {what: [run for folder in of for run in read_runs(results / folder)] for what, of in folders.items()}
     trainings = ((arm["hardware"], each) for arm in arms for each in arm.get("trainings", ()))
     parts["pretrained networks"] = [each | {"hardware": hardware} for hardware, each in trainings]
-    parts["all of them"] = [run for runs in parts.values() for run in runs]
+    parts["all four"] = [run for runs in parts.values() for run in runs]
     rows = []
     for what, runs in parts.items():
         for hardware in sorted({run["hardware"] for run in runs}):
