@@ -584,8 +584,8 @@ def test_folder_of_a_checkpoint_or_a_run_is_taken_by_any_path(tmp_path, monkeypa
     for path in ("runs/mine", "./runs/mine/", Path("runs/mine"), "runs/mine/mine", tmp_path / "runs" / "mine" / "mine"):
         assert find(path).resolve() == tmp_path / "runs" / "mine" / "mine"
         assert isinstance(from_pretrained(path).config, Config)
-    with pytest.raises(CheckpointError, match="there is no checkpoint 'mine', but a training: choose runs/mine"):
-        locate.locate("mine")
+    with pytest.raises(UnknownNameError, match=r"unknown checkpoint 'mine' \(did you mean runs/mine\?\)"):
+        find("mine")
     (tmp_path / "runs" / "mine" / "config.json").write_text("{}")
     assert find("runs/mine") == Path("runs/mine")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

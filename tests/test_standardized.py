@@ -8,6 +8,7 @@ import torch
 from gpu import DEVICE, gpu_only
 from torch import nn
 from torch.nn.utils import prune
+from torch.optim.swa_utils import AveragedModel
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
@@ -390,11 +391,16 @@ def test_state_dict_says_whether_weights_are_standardized(tmp_path, trained):
     )
     torch.save(ours.state_dict(), tmp_path / "weights.pt")
     saved = torch.load(tmp_path / "weights.pt")
-    with pytest.raises(InputError, match=f"trained with standardized_weights={trained}, but 0 has"):
+    with pytest.raises(InputError, match=f"trained with standardized_weights={trained}: "):
         other.load_state_dict(saved)
+    averaged, others = AveragedModel(ours), AveragedModel(other)
+    with pytest.raises(InputError, match=f"trained with standardized_weights={trained}: "):
+        others.load_state_dict(averaged.state_dict())
+    averaged.load_state_dict(averaged.state_dict())
     ours.load_state_dict(saved)
-    # Without this note, as in safetensors, they load.
+    # Without this note, as in safetensors or of the original network, they load.
     other.load_state_dict(dict(saved))
+    ours.load_state_dict(small_network().state_dict(), strict=False)
 
 
 def test_network_of_a_library_keeps_the_options(tmp_path):

@@ -503,11 +503,25 @@ def test_run_is_named_after_what_is_overridden(line, name, tmp_path, monkeypatch
     check_repository(f"me/{name}")
 
 
+def test_recipe_leaves_out_options_that_another_norm_lacks(tmp_path):
+    def options(**given):
+        return plan_training("inception_cifar_bkn.cifar100", tmp_path, given, quiet=True).recipe.norm_options
+
+    assert options() == {"standardized_weights": True, "transition_rank": 16, "initial_gain": 0.1}
+    assert options(model="inception_cifar_bn") == {"standardized_weights": True}
+    # An option of the caller is refused later.
+    asked = options(model="inception_cifar_bn", norm_options={"initial_gain": 0.2})
+    assert asked == {"standardized_weights": True, "initial_gain": 0.2}
+
+
 @pytest.mark.parametrize(
     ("names", "rows"), [(["dark", "light"], [0, 1]), (["light", "dark"], [1, 0]), (["rust", "eel"], None)]
 )
 def test_classifier_is_kept_for_classes_of_the_same_names(mine, names, rows):
-    model = first_network(read_recipe(None, FINE_TUNING | {"model": NETWORK}), str(mine), names)
+    recipe = read_recipe(None, FINE_TUNING | {"model": NETWORK})
+    with pytest.raises(InputError, match="trained with standardized_weights=False"):
+        first_network(dataclasses.replace(recipe, norm_options={"standardized_weights": True}), str(mine), names)
+    model = first_network(recipe, str(mine), names)
     own, source = model.state_dict(), bkn_zoo.from_pretrained(mine).state_dict()
     for name, tensor in source.items():
         kept = tensor if "fc." not in name else 0 * tensor if rows is None else tensor[rows]

@@ -93,8 +93,8 @@ def find(name: str | os.PathLike[str]) -> Path:
     if not found:
         places = " and ".join(map(str, roots)) or f"no folder, since {ENVIRONMENT_VARIABLE} is not set"
         close = did_you_mean(text, names)
-        if text and (of_run := Path("runs", text, text) / CONFIG).is_file():
-            raise CheckpointError(f"there is no checkpoint {text!r}, but a training: choose {of_run.parent}.")
+        if text and Path("runs", text, text, CONFIG).is_file():
+            close = f" (did you mean runs/{text}?)"
         raise UnknownNameError(f"unknown checkpoint {text!r}{close}: choose from {available}, which are in {places}.")
     if len(found) > 1:
         places = " and ".join(map(str, found))

@@ -12,7 +12,7 @@ from bkn_zoo.errors import CheckpointError, InputError, few_names
 from bkn_zoo.modes import Statistics, check_mode, choose_statistics
 from bkn_zoo.norms.batch_kalman import OneNoise
 from bkn_zoo.norms.kalman import Belief
-from bkn_zoo.norms.standardized import check_standardized, standardized_once
+from bkn_zoo.norms.standardized import standardized_once
 from bkn_zoo.upper import upper
 
 State = tuple[Tensor, Belief | None]
@@ -37,9 +37,26 @@ class BeliefNetwork(nn.Module):
             check_mode(value)
         super().__setattr__(name, value)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
-        check_standardized(self, state_dict)
-        return super().load_state_dict(state_dict, *args, **options)
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if hasattr(destination, "_metadata"):
+            destination._metadata[prefix[:-1]]["standardized_weights"] = self.standardized_weights
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
+    ) -> None:
+        # Raw weights of standardized convolutions fit plain ones, too, with which they compute something else.
+        check_standardized(self, local_metadata.get("standardized_weights"))
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+def check_standardized(model: BeliefNetwork, trained: bool | None) -> None:
+    """Refuse weights that were trained with the other choice; None if that is not known."""
+    if trained not in (None, model.standardized_weights):
+        raise InputError(
+            f"these weights were trained with standardized_weights={trained}: create or convert the network with the "
+            "same option."
+        )
 
 
 class Network(BeliefNetwork, OneNoise):

@@ -117,6 +117,12 @@ def list_models(pattern: str = "*", *, pretrained: bool = False) -> list[str]:
     return sorted(name for name in fnmatch.filter(names, pattern) if name in DEFAULT_CHECKPOINTS or not pretrained)
 
 
+def options_of(name: str) -> dict[str, Any]:
+    """The options of a registered network, with their defaults."""
+    own = inspect.signature(NORMS[name.rpartition("_")[2]]).parameters.items()
+    return COMMON | {option: known.default for option, known in own}
+
+
 def build(name: str, num_classes: int | None = None, **norm_options: Any) -> Network:
     """A newly initialized network of the zoo. The arguments are those of `bkn_zoo.create_model`."""
     network, _, norm = name.rpartition("_")
@@ -130,14 +136,14 @@ def build(name: str, num_classes: int | None = None, **norm_options: Any) -> Net
     num_classes = _default_classes[network] if num_classes is None else num_classes
     if not isinstance(num_classes, int) or num_classes < 1:
         raise InputError(f"num_classes is {num_classes!r}: choose a whole number of at least 1.")
-    own = {option: known.default for option, known in inspect.signature(NORMS[norm]).parameters.items()}
-    defaults = COMMON | own
+    defaults = options_of(name)
     norm_options = {option: value for option, value in norm_options.items() if option not in RETIRED or value}
     unknown = ", ".join(repr(option) for option in norm_options if option not in defaults)
     if unknown:
         raise InputError(f"{name} does not have the options {unknown}: choose from {', '.join(defaults)}.")
     options = defaults | norm_options
-    model = _networks[network](NORMS[norm](**{option: options[option] for option in own}), num_classes)
+    own = {option: value for option, value in options.items() if option not in COMMON}
+    model = _networks[network](NORMS[norm](**own), num_classes)
     if options["standardized_weights"]:
         standardize_convolutions(model)
         model.standardized_weights = True

@@ -1,6 +1,6 @@
 """Convolutions with standardized weights (Qiao et al. 2019): mean 0 and a variance of about 1/fan_in per channel."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from bkn_zoo import kernels
-from bkn_zoo.errors import InputError
 from bkn_zoo.kernels.conditions import observed_by_pytorch
 from bkn_zoo.norms.statistics import in_full_precision, without_autocast
 from bkn_zoo.torch_internals import saved_tensors_are_hooked
@@ -67,10 +66,6 @@ class StandardizedConv(nn.Module):
         self._kept = None
         return super().train(mode)
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        getattr(destination, "_metadata", {}).get(prefix[:-1], {})["standardized"] = True
-
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ("_kept", "_ready", "_rows")}
 
@@ -88,7 +83,6 @@ class StandardizedConv3d(StandardizedConv, nn.Conv3d):
 
 
 PLAIN: dict[Any, Any] = {StandardizedConv1d: nn.Conv1d, StandardizedConv2d: nn.Conv2d, StandardizedConv3d: nn.Conv3d}
-_CONVOLUTIONS = tuple(PLAIN.values())
 STANDARDIZED: dict[Any, Any] = {plain: standardized for standardized, plain in PLAIN.items()}
 
 
@@ -106,22 +100,6 @@ def standardize_convolutions(network: nn.Module, names: Collection[str] | None =
 def standardized_convolutions(network: nn.Module) -> list[StandardizedConv]:
     """The convolutions of a network that have standardized weights."""
     return [module for module in network.modules() if isinstance(module, StandardizedConv)]
-
-
-def check_standardized(network: nn.Module, state_dict: Mapping[str, Any]) -> None:
-    """Refuse raw weights of standardized convolutions for plain ones, and the other way round.
-
-    A file in the safetensors format does not say which they are.
-    """
-    saved = getattr(state_dict, "_metadata", {})
-    for name, module in network.named_modules():
-        if isinstance(module, _CONVOLUTIONS) and "version" in saved.get(name, {}):
-            given, own = "standardized" in saved[name], isinstance(module, StandardizedConv)
-            if given != own:
-                raise InputError(
-                    f"these weights were trained with standardized_weights={given}, but {name} has "
-                    f"standardized_weights={own}: create or convert the network with the same option."
-                )
 
 
 @torch.no_grad()

@@ -64,9 +64,7 @@ def fit(
             if _rank() == 0:
                 write_log(training.history, folder)
                 _write_scalars(writer, [line])
-            # The classifier's first phase, epoch 0, does not count.
-            lowest = min((earlier for earlier in training.history if earlier["epoch"] > 0), key=validation_loss)
-            tired = recipe.patience is not None and line["epoch"] - lowest["epoch"] >= recipe.patience
+            tired = recipe.patience is not None and line["epoch"] - _lowest_epoch(training) >= recipe.patience
             late = training.step >= max(recipe.warmup, 0.5) * steps
             training.finished = training.step == steps or bool(largest_of_all(int(tired and late)))
             if not runtime.quiet:
@@ -167,6 +165,11 @@ def _write_scalars(writer: Any, lines: list[dict[str, Any]]) -> None:
             writer.add_scalar(name, value, line["epoch"])
 
 
+def _lowest_epoch(training: Training) -> int:
+    """The epoch with the lowest validation loss. The classifier's first phase, epoch 0, does not count."""
+    return min((line for line in training.history if line["epoch"] > 0), key=validation_loss)["epoch"]
+
+
 def _report_epoch(training: Training, recipe: Recipe, steps: int) -> None:
     """Print the last line of the history, and at the end of the training which weights are kept."""
     line, kept = training.history[-1], kept_line(training.history, recipe)
@@ -175,8 +178,8 @@ def _report_epoch(training: Training, recipe: Recipe, steps: int) -> None:
     top1 = show_top1(line["validation"][best_mode(line["validation"])])
     tqdm.write(f"epoch {line['epoch']} of {recipe.epochs}: {losses}, top-1 {top1}{note}")
     if training.finished and training.step < steps:
-        lowest = min(filter(lambda line: line["epoch"], training.history), key=validation_loss)["epoch"]
-        tqdm.write(f"stopped: the validation loss has not fallen since epoch {lowest} (--patience {recipe.patience})")
+        since = f"since epoch {_lowest_epoch(training)} (--patience {recipe.patience})"
+        tqdm.write(f"stopped: the validation loss has not fallen {since}")
     if training.finished and training.best is not None:
         tqdm.write(f"the weights of epoch {kept['epoch']} are kept")
 

@@ -163,6 +163,8 @@ def plan_training(
     else:
         fields = FINE_TUNING | source.fields(given.get("model")) if source else FROM_SCRATCH
     chosen = read_recipe(path, fields | given)
+    if path is not None and "model" in given:
+        chosen = _without_other_norms(chosen, given)
     root = Path(data)
     if not name:
         # The overrides are part of it, so that a variant does not replace the original run.
@@ -179,6 +181,17 @@ def plan_training(
         device="auto" if device is None else str(device), quiet=quiet or not speaks(), license=license,
         labels=None if labels is None else Path(labels), log=log, **options,
     )  # fmt: skip
+
+
+def _without_other_norms(recipe: Recipe, given: Mapping[str, Any]) -> Recipe:
+    """The recipe without options that it has for another norm than that of its model."""
+    from bkn_zoo.models.registry import list_models, options_of
+
+    if recipe.model not in list_models():
+        return recipe
+    known = options_of(recipe.model)
+    kept = {k: v for k, v in recipe.norm_options.items() if k in known or f"norm_options.{k}" in given}
+    return dataclasses.replace(recipe, norm_options=kept)
 
 
 def adapted(

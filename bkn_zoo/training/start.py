@@ -14,6 +14,7 @@ from bkn_zoo.checkpoints.folder import from_pretrained
 from bkn_zoo.conversion.libraries import from_library
 from bkn_zoo.errors import InputError
 from bkn_zoo.models import Network
+from bkn_zoo.models.network import check_standardized
 from bkn_zoo.progress import waiting
 from bkn_zoo.training.data import Runtime
 from bkn_zoo.training.datasets import Data, Images, class_weights, fingerprint
@@ -51,6 +52,7 @@ def first_network(recipe: Recipe, init: str | None, label_names: list[str]) -> N
     if init is None:
         return model
     source = from_library(init, pretrained=True) if of_library(init) else from_pretrained(init)
+    check_standardized(model, source.standardized_weights)
     weights = source.state_dict()
     known = list((source.config and source.config.label_names) or ())
     fresh = set() if known == label_names else _classifier_names(source, model)
