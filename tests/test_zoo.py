@@ -71,7 +71,7 @@ def test_checkpoint_follows_from_recipe_and_record(folder):
     assert CLASSES[config.recipe["dataset"]] == config.num_classes
     validation = run.get("validation") or run["curve"][-1]["validation"]
     best, chosen = max(metrics["top1"] for metrics in validation.values()), validation[config.default_statistics]
-    # `population` is the default unless another mode is clearly better.
+    # `population` is the default unless another mode is clearly better; the record does not have its paired error.
     assert chosen["top1"] == best or (config.default_statistics == "population" and chosen["top1_high"] > best)
 
 

@@ -156,9 +156,26 @@ def shift_section(folder: Path, name: str) -> str:
 
 
 def read_speeds(folder: Path) -> dict[str, dict[str, Any]]:
-    """The measurements of inference on a CPU, by the kind of processor in the file name."""
-    paths = sorted(folder.glob("benchmark_infer.*.json"))
-    return {path.stem.partition(".")[2]: json.loads(path.read_text()) for path in paths}
+    """The measurements of inference on a CPU, by the kind of processor in the file name.
+
+    Those with an A of low rank are in files of their own.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for path in sorted(folder.glob("benchmark_infer*.json")):
+        kind, record = path.stem.partition(".")[2], json.loads(path.read_text())
+        if kind:
+            rows = [row | {"file": path.name, "command": record["command"]} for row in record["rows"]]
+            found.setdefault(kind, {"hardware": record["hardware"], "rows": []})["rows"] += rows
+    return found
+
+
+def speeds_of(config: Config, speed: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a checkpoint's network, with the form of its transitions."""
+    network, _, norm = config.architecture.rpartition("_")
+    size = config.preprocessing and config.preprocessing.size
+    wanted = network, norm, config.norm_options.get("transition_rank"), size
+    fields = "model", "norm", "transition_rank", "size"
+    return [row for row in speed["rows"] if tuple(map(row.get, fields)) == wanted]
 
 
 def read_evaluations(folder: Path, name: str, devices: Sequence[str] = ("cpu", "cuda")) -> list[dict[str, Any]]:
@@ -269,17 +286,13 @@ def _top1(runs: list[Record], mode: str) -> str:
 
 
 def speed_section(config: Config, speeds: Mapping[str, Mapping[str, Any]]) -> str:
-    network, _, norm = config.architecture.rpartition("_")
     columns = ["engine", "precision", "statistics", "batch", "size", "ms_per_image", "spread_ms"]
     parts = []
-    for kind, speed in speeds.items():
-        rows = [row for row in speed["rows"] if (row["model"], row["norm"]) == (network, norm)]
-        if config.preprocessing is not None:
-            rows = [row for row in rows if row["size"] == config.preprocessing.size]
-        if rows:
+    for speed in speeds.values():
+        if rows := speeds_of(config, speed):
             parts.append(
                 f"Milliseconds per image on {speed['hardware']}, of the network with untrained weights "
-                f"(`results/benchmark_infer.{kind}.json`, by `{speed['command']}`): the median over rounds, and the "
+                f"(`results/{rows[0]['file']}`, by `{rows[0]['command']}`): the median over rounds, and the "
                 f"slowest round minus the fastest.\n\n{markdown(frame(rows)[columns])}"
             )
     return "\n\n".join(["## Speed", *parts]) if parts else ""

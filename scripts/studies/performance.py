@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from bkn_zoo.checkpoints.config import Config
-from studies.card_sections import gained, read_evaluations, read_speeds
+from studies.card_sections import gained, read_evaluations, read_speeds, speeds_of
 from studies.render import Content, frame
 
 Row = Mapping[str, Any]
@@ -247,7 +247,6 @@ def precisions(results: Path, checkpoints: Path) -> list[dict[str, Any]]:
     rows, speeds = [], read_speeds(results)
     for folder in sorted(path.parent for path in checkpoints.glob("*/config.json")):
         config = Config.read(folder / "config.json")
-        size = config.preprocessing.size if config.preprocessing else None
         evaluations = read_evaluations(results / "evaluate", folder.name, ["cpu"])
         exact = {row["statistics"]: row["top1"] for found in evaluations[:1] for row in found["rows"]}
         for found in evaluations:
@@ -257,9 +256,9 @@ def precisions(results: Path, checkpoints: Path) -> list[dict[str, Any]]:
                 line = {"checkpoint": folder.name, "precision": precision, "statistics": mode, "top1": f"{top1:.2f}"}
                 line["more than in f32"] = gained(top1, exact[mode]) if precision != "f32" else None
                 for kind, speed in speeds.items():
-                    ran = (*config.architecture.rsplit("_", 1), "openvino", precision, mode, size)
-                    fields = ("model", "norm", "engine", "precision", "statistics", "size")
-                    time = next((r for r in speed["rows"] if tuple(r[field] for field in fields) == ran), {})
+                    ran, fields = ("openvino", precision, mode), ("engine", "precision", "statistics")
+                    same = (r for r in speeds_of(config, speed) if tuple(r[field] for field in fields) == ran)
+                    time = next(same, {})
                     line[f"ms, {kind}"] = rounded(time.get("ms_per_image"))
                     line[f"to population, {kind}"] = rounded(time.get("ratio_to_population"))
                 rows.append(line)

@@ -81,23 +81,17 @@ def deviation(setting: str, plan: Plan, records: Mapping[str, Record], images: s
 
 
 def paired_deviation(setting: str, plan: Plan, records: Mapping[str, Record]) -> Deviation | None:
-    """The typical deviation of a setting's differences between runs with the same seed."""
-    claims = (claim for each in plan.experiments if each.paired for claim in each.differences)
-    sides = (_sides(claim, plan, records) for claim in claims if "this" in claim)
-    return typical(gaps(ours, theirs) for found, _, ours, theirs, own in sides if found == setting and own is None)
+    """The typical deviation of a setting's differences between runs with the same seed.
 
-
-BySeed = dict[int, float]
-
-
-def _sides(
-    claim: Mapping[str, Any], plan: Plan, records: Mapping[str, Record]
-) -> tuple[str, str, BySeed, BySeed, list[float] | None]:
-    """Setting and images of a claim, the results of its sides by seed, and the gaps if both sides are the same runs."""
-    modes, images = claim.get("modes", [None, None]), claim.get("images", "test")
-    this, that = (best(listed(claim[side]), plan, records) for side in ("this", "that"))
-    own = this.gaps(*modes) if this.arm is that.arm else None
-    return this.arm.setting, images, this.by_seed(modes[0], images), that.by_seed(modes[1], images), own
+    Differences that share an arm are not independent: the degrees of freedom are those of as many as have none in
+    common, half as many as there are arms.
+    """
+    claims = [claim for each in plan.experiments if each.paired for claim in each.differences]
+    pairs = [[best(listed(claim[side]), plan, records) for side in ("this", "that")] for claim in claims]
+    pairs = [pair for pair in pairs if pair[0].arm.setting == setting]
+    found = typical(gaps(this.by_seed(), that.by_seed()) for this, that in pairs)
+    arms = {each.arm.name for pair in pairs for each in pair if each.records}
+    return found and Deviation(found.value, found.freedom * min(1.0, len(arms) / 2 / len(pairs)))
 
 
 def verdict(claim: Mapping[str, Any], found: Difference) -> str:
@@ -115,12 +109,15 @@ def difference(claim: Mapping[str, Any], plan: Plan, records: Mapping[str, Recor
         return None
     if claim.get("steps"):
         return steps_saved(claim, plan, records)
-    setting, images, ours, theirs, own = _sides(claim, plan, records)
-    if own is not None:
+    modes, images = claim.get("modes", [None, None]), claim.get("images", "test")
+    this, that = (best(listed(claim[side]), plan, records) for side in ("this", "that"))
+    if this.arm is that.arm:
+        own = this.gaps(*modes)
         return mean_of(own) if own else None
+    setting, ours, theirs = this.arm.setting, this.by_seed(modes[0], images), that.by_seed(modes[1], images)
     if claim.get("paired"):
-        found = gaps(ours, theirs)
-        return mean_of(found, usual=paired_deviation(setting, plan, records)) if found else None
+        pairs = gaps(ours, theirs)
+        return mean_of(pairs, usual=paired_deviation(setting, plan, records)) if pairs else None
     if not ours or not theirs:
         return None
     return between([*ours.values()], [*theirs.values()], deviation(setting, plan, records, images))
