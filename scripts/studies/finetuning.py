@@ -4,9 +4,10 @@ DATA is the folder that --pack writes (some 70 megabytes) from a folder with ima
 tiny-imagenet-200 and PACS. Each run calls `bkn_zoo.fine_tune` with the fields of its arm, on 20 images of each
 class; the seed selects them. All runs of a set are tested on the same images.
 
-    taskset -c 0,1 python scripts/study.py finetuning --data DATA --device cpu
+    taskset -c 0,1 python scripts/study.py finetuning --data DATA --device cpu   # twice
 
-The arms of `rivals` in finetuning.toml share a time limit, so nothing else may run on these cores.
+The first call tunes the learning rate of the loop of timm with one seed, and the second trains its other seeds. Both
+read results/finetune/, so do not pass --results. That loop has a time limit: nothing else may run on these cores.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import shlex
 import tempfile
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -27,8 +28,11 @@ import torch.nn.functional as F
 
 import bkn_zoo
 from bkn_zoo.checkpoints.folder import from_pretrained
+from bkn_zoo.inference.engines import create_engine
+from bkn_zoo.modes import MODES
 from bkn_zoo.training.data import evaluation_batches
 from bkn_zoo.training.datasets import Data, load_data
+from bkn_zoo.training.evaluation import compute_logits
 from bkn_zoo.training.evaluation import measure_accuracy as measure
 from bkn_zoo.training.state import classifier
 from studies.base import DOCS, RESULTS, Record, Run, Study, device
@@ -37,14 +41,16 @@ from studies.finetuning_loop import timm_loop
 from studies.stats import spread
 
 PLAN = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
-CHECKPOINT, SETS, ARMS, RIVALS = PLAN["checkpoint"], PLAN["sets"], PLAN["arms"], PLAN["rivals"]
+CHECKPOINT, SETS, ARMS = PLAN["checkpoint"], PLAN["sets"], PLAN["arms"]
+TUNED = [arm for arm, fields in ARMS.items() if "lr" in fields]
+"""Learning rates of the loop of timm, of which one is chosen for each set."""
 SMALL = RESULTS / "small_folder.json"
 """Of scripts/small_folder.py."""
 
 PROBE, ORIGINAL = "linear probe", "original head"
 NOT_RUN = "not run yet"
 UNKNOWN = "does not know them"
-KEPT = ("epochs", "kept_epoch", "gradient_batch", "statistics_batch", "chosen_statistics", "seconds", "test_images")
+KEPT = ("epochs", "kept_epoch", "gradient_batch", "statistics_batch", "chosen_statistics")
 """Fields copied from the record of the training."""
 
 
@@ -63,11 +69,9 @@ class Defaults(Study):
     results = RESULTS / "finetune"
 
     def planned(self, changes: Mapping[str, Any]) -> list[Run]:
+        records = list(self.records(self.results).values())
         return [
-            planned(dataset, arm, seed)
-            for arm in ARMS
-            for dataset in SETS
-            for seed in (SEEDS if arm != ORIGINAL else (0,))  # it is not trained
+            planned(dataset, arm, seed) for arm in ARMS for dataset in SETS for seed in _seeds(arm, dataset, records)
         ]
 
     def pack(self, args: argparse.Namespace) -> None:
@@ -81,7 +85,7 @@ class Defaults(Study):
             cpu = time.process_time()
             if run.arm in (PROBE, ORIGINAL):
                 found = probe(data, device(args), restricted=run.arm == ORIGINAL)
-            elif run.arm in RIVALS["timm"]:
+            elif run.arm in TUNED:
                 found = timm_loop(folder(data), from_pretrained(CHECKPOINT), ARMS[run.arm]["lr"], run.seed)
             else:
                 found = fine_tune(data, ARMS[run.arm] | args.changes, run.seed, device(args), Path(scratch))
@@ -94,31 +98,59 @@ class Defaults(Study):
 
         small = json.loads(SMALL.read_text())["rows"]
         found = list(records.values())
-        tables = {"study": study_rows(found), "small": small_folders(small)}
-        return {
-            DOCS / "finetuning.md": {name: frame(rows) for name, rows in tables.items()},
-            RESULTS / "tables" / "finetuning": {"rivals": frame(rival_rows(found))},
-        }
+        tables = {"rivals": rival_rows(found), "study": study_rows(found), "small": small_folders(small)}
+        return {DOCS / "finetuning.md": {name: frame(rows) for name, rows in tables.items()}}
 
 
 STUDY = Defaults()
 
 
+def _seeds(arm: str, dataset: str, records: Sequence[Record]) -> Iterable[int]:
+    """One for the original head, which is not trained, and for learning rates other than the best."""
+    if arm in TUNED and arm not in _rates(dataset, records):
+        return ()
+    return SEEDS if arm not in (ORIGINAL, *TUNED) or arm == tuned(dataset, records) else SEEDS[:1]
+
+
+def tuned(dataset: str, records: Sequence[Record]) -> str | None:
+    """The learning rate of timm with the lowest validation loss with the first seed; None while runs are missing."""
+    return _best(_rates(dataset, records), dataset, records)
+
+
+def _rates(dataset: str, records: Sequence[Record]) -> list[str]:
+    """The two middle rates, and the one beyond the better of them."""
+    lowest, *middle, highest = TUNED
+    further = {middle[0]: [lowest], middle[1]: [highest], None: []}
+    return middle + further[_best(middle, dataset, records)]
+
+
+def _best(arms: Sequence[str], dataset: str, records: Sequence[Record]) -> str | None:
+    """The arm with the lowest validation loss with the first seed; None if one was not run."""
+    runs = [each for arm in arms for each in _runs(records, arm, dataset) if each["seed"] == SEEDS[0]]
+    return min(runs, key=lambda run: run["validation_loss"])["arm"] if len(runs) == len(arms) else None
+
+
 def fine_tune(data: Path, changes: Mapping[str, Any], seed: int, device: torch.device, scratch: Path) -> dict[str, Any]:
-    """One training, with the same call that a user makes."""
+    """One training, with the same call that a user makes; then its test, by the engine that a user would choose."""
     fields = {**({"graph": True} if device.type == "cuda" else {}), **changes}
-    found = bkn_zoo.fine_tune(
-        data, init=CHECKPOINT, name="run", output=scratch / "out", device=device, seed=seed, **fields
-    ).record
+    started = time.monotonic()
+    result = bkn_zoo.fine_tune(
+        data / "train", init=CHECKPOINT, name="run", output=scratch / "out", device=device, seed=seed, **fields
+    )
+    seconds = time.monotonic() - started
+    found, tested = result.record, folder(data)
+    batches = evaluation_batches(tested, tested.test, 16, device)
+    logits, labels = compute_logits(create_engine(result.model, device=device.type), batches, MODES)
     chosen = ["--checkpoint", CHECKPOINT, "--seed", str(seed), "--device", device.type, "--name", "run"]
     chosen += options(fields)
     validation = [max(m["top1"] for m in line["validation"].values()) for line in found["curve"]]
     return {
         "options": options(changes),
-        "trained_by": shlex.join(["bkn-zoo", "train", data.name, *chosen]),
+        "trained_by": shlex.join(["bkn-zoo", "train", f"{data.name}/train", *chosen]),
         **{name: found[name] for name in KEPT},
+        "seconds": round(seconds, 1),
         "validation_loss": round(found["validation"][found["chosen_statistics"]]["loss"], 4),
-        "test": {mode: _rounded(metrics) for mode, metrics in found["test"].items()},
+        "test": {mode: _rounded(measure(outputs, labels)) for mode, outputs in logits.items()},
         "validation": [round(top1, 2) for top1 in validation],
     }
 
@@ -153,34 +185,37 @@ def probe(data: Path, device: torch.device, restricted: bool) -> dict[str, Any]:
     model = from_pretrained(CHECKPOINT).to(device)
     found = folder(data)
     assert found.test is not None
-    features: list[torch.Tensor] = []
-    classifier(model).register_forward_pre_hook(lambda _, inputs: features.append(inputs[0]))
-
-    @torch.no_grad()
-    def of(images: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Features, logits and labels."""
-        features.clear()
-        logits, labels = [], []
-        for batch in evaluation_batches(found, images, 250, device):
-            logits.append(model(batch.images))
-            labels.append(batch.targets.argmax(1))
-        return tuple(torch.cat(parts).cpu().clone() for parts in (features, logits, labels))  # type: ignore[return-value]
-
     mode = model.default_statistics
-    _, logits, labels = tested = of(found.test)
+
+    def of(images: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits, or features if the network has no classifier, and labels."""
+        logits, labels = compute_logits(engine, evaluation_batches(found, images, 16, device), [mode])
+        return logits[mode].clone(), labels.clone()
+
     if restricted:
         known = model.config.label_names
         if not set(found.label_names) <= set(known):
             return {"reason": "the checkpoint does not know these classes"}
         columns = [known.index(name) for name in found.label_names]
+        engine = create_engine(model, device=device.type)
+        logits, labels = of(found.test)
         return {"chosen_statistics": mode, "test": {mode: _rounded(measure(logits[:, columns], labels))}}
+    started = time.monotonic()
+    name = next(name for name, module in model.named_modules() if module is classifier(model))
+    model.set_submodule(name, torch.nn.Identity())
+    engine = create_engine(model, device=device.type)
     train, validation = of(found.train), of(found.validation)
-    fits = {decay: logistic_regression(train[0], train[2], decay) for decay in (1e-4, 1e-3, 1e-2, 1e-1, 1.0)}
-    decay = min(fits, key=lambda decay: measure(fits[decay](validation[0]), validation[2])["loss"])
+    fits = {decay: logistic_regression(train[0], train[1], decay) for decay in (1e-4, 1e-3, 1e-2, 1e-1, 1.0)}
+    losses = {decay: measure(fit(validation[0]).detach(), validation[1])["loss"] for decay, fit in fits.items()}
+    decay = min(losses, key=lambda decay: losses[decay])
+    seconds = time.monotonic() - started
+    features_of_test, labels = of(found.test)
     return {
+        "seconds": round(seconds, 1),
         "chosen_statistics": mode,
         "weight_decay": decay,
-        "test": {mode: _rounded(measure(fits[decay](tested[0]).detach(), labels))},
+        "validation_loss": round(losses[decay], 4),
+        "test": {mode: _rounded(measure(fits[decay](features_of_test).detach(), labels))},
     }
 
 
@@ -209,7 +244,7 @@ def top1(record: Record) -> float:
 
 
 def study_rows(records: Sequence[Record]) -> list[dict[str, str]]:
-    """A row for each arm, a column for each data set: the mean over seeds, ± their deviation, and CPU minutes."""
+    """A row for each arm, a column for each data set: the mean over seeds, and ± their deviation."""
 
     def cell(arm: str, dataset: str) -> str:
         found = _runs(records, arm, dataset)
@@ -217,31 +252,33 @@ def study_rows(records: Sequence[Record]) -> list[dict[str, str]]:
         if not values:
             return UNKNOWN if found else NOT_RUN
         few = "" if len(values) == len(SEEDS) or arm == ORIGINAL else f" ({len(values)} of {len(SEEDS)} seeds)"
-        cpu = [record["cpu_seconds"] / 60 for record in found if record.get("device") == "cpu"]
-        return spread(values, 1) + few + (f"; {mean(cpu):.1f} min" if cpu else "")
+        return spread(values, 1) + few
 
     return [
         {"arm": arm, "options": f"`{' '.join(options(fields))}`" if fields else ""}
         | {shown: cell(arm, dataset) for dataset, shown in SETS.items()}
         for arm, fields in ARMS.items()
-        if "lr" not in fields
+        if arm not in TUNED
     ]
 
 
 def rival_rows(records: Sequence[Record]) -> list[dict[str, str]]:
-    """A row for each way to fine-tune, with the learning rate of the lowest validation loss, and its seconds."""
+    """A row for each way to fine-tune, with the seconds of its training, without the test."""
 
-    def cell(arms: Sequence[str], dataset: str) -> str:
-        runs = [found for arm in arms if len(found := _runs(records, arm, dataset)) == len(SEEDS)]
-        if len(runs) < len(arms):
+    def cell(arm: str | None, dataset: str) -> str:
+        runs = _runs(records, arm, dataset) if arm else []
+        if len(runs) < len(SEEDS):
             return NOT_RUN
-        best = min(runs, key=lambda found: mean(record.get("validation_loss", 0.0) for record in found))
-        seconds = mean(record.get("seconds") or record["whole_seconds"] for record in best)
-        lr = ARMS[best[0]["arm"]].get("lr")
-        return f"{spread(map(top1, best), 1)}; {f'lr {lr:g}; ' if lr else ''}{seconds:.0f} s"
+        lr = f"lr {ARMS[arm]['lr']:g}; " if arm in TUNED else ""
+        return f"{spread(map(top1, runs), 1)}; {lr}{mean(record['seconds'] for record in runs):.0f} s"
+
+    def row(way: str, arm: Callable[[str], str | None]) -> dict[str, str]:
+        return {"by": way} | {shown: cell(arm(dataset), dataset) for dataset, shown in SETS.items()}
 
     return [
-        {"by": way} | {shown: cell(arms, dataset) for dataset, shown in SETS.items()} for way, arms in RIVALS.items()
+        row("`bkn-zoo train`", lambda _: "defaults"),
+        row("a loop with timm", lambda dataset: tuned(dataset, records)),
+        row("a linear probe", lambda _: PROBE),
     ]
 
 

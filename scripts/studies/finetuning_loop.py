@@ -12,10 +12,13 @@ from timm.optim import create_optimizer_v2
 from timm.scheduler import CosineLRScheduler
 from torch.utils.data import DataLoader, Dataset
 
+from bkn_zoo import create_model
+from bkn_zoo.conversion import load_batchnorm_weights
+from bkn_zoo.inference.engines import create_engine
 from bkn_zoo.models import Network
 from bkn_zoo.training.data import evaluation_batches
 from bkn_zoo.training.datasets import Data, FileImages
-from bkn_zoo.training.evaluation import measure_accuracy
+from bkn_zoo.training.evaluation import compute_logits, measure_accuracy
 
 SECONDS = 120
 """Of a training, without its validation and test."""
@@ -63,13 +66,15 @@ def timm_loop(data: Data, start: Network, lr: float, seed: int, seconds: float =
             if time.monotonic() - begun >= seconds:
                 break
     taken = time.monotonic() - begun
-    model.eval()
+    # Our network with the same names and the same result, which engines know.
+    ours = create_model("efficientnet_lite0_bn", len(data.label_names))
+    load_batchnorm_weights(ours, model.state_dict())
+    engine = create_engine(ours.eval())
 
-    @torch.no_grad()
     def measured(images: Any) -> dict[str, float]:
-        batches = list(evaluation_batches(data, images, 100, torch.device("cpu")))
-        logits = torch.cat([model(batch.images) for batch in batches])
-        return measure_accuracy(logits, torch.cat([batch.targets.argmax(1) for batch in batches]))
+        batches = evaluation_batches(data, images, 16, torch.device("cpu"))
+        logits, labels = compute_logits(engine, batches, ["population"])
+        return measure_accuracy(logits["population"], labels)
 
     return {
         "seconds": round(taken, 1),
