@@ -155,27 +155,27 @@ def shift_section(folder: Path, name: str) -> str:
     return f"{SHIFT.format(images=record['images'], which=which)}\n\n{markdown(rows)}"
 
 
-def read_speeds(folder: Path) -> dict[str, dict[str, Any]]:
-    """The measurements of inference on a CPU, by the kind of processor in the file name.
+def read_speeds(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """The measured rows of inference on a CPU, by the kind of processor in the file name.
 
     Those with an A of low rank are in files of their own.
     """
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, list[dict[str, Any]]] = {}
     for path in sorted(folder.glob("benchmark_infer*.json")):
         kind, record = path.stem.partition(".")[2], json.loads(path.read_text())
         if kind:
-            rows = [row | {"file": path.name, "command": record["command"]} for row in record["rows"]]
-            found.setdefault(kind, {"hardware": record["hardware"], "rows": []})["rows"] += rows
+            origin = {"file": path.name, "command": record["command"], "hardware": record["hardware"]}
+            found.setdefault(kind, []).extend(row | origin for row in record["rows"])
     return found
 
 
-def speeds_of(config: Config, speed: Mapping[str, Any]) -> list[dict[str, Any]]:
+def speeds_of(config: Config, measured: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows of a checkpoint's network, with the form of its transitions."""
     network, _, norm = config.architecture.rpartition("_")
     size = config.preprocessing and config.preprocessing.size
     wanted = network, norm, config.norm_options.get("transition_rank"), size
     fields = "model", "norm", "transition_rank", "size"
-    return [row for row in speed["rows"] if tuple(map(row.get, fields)) == wanted]
+    return [row for row in measured if tuple(map(row.get, fields)) == wanted]
 
 
 def read_evaluations(folder: Path, name: str, devices: Sequence[str] = ("cpu", "cuda")) -> list[dict[str, Any]]:
@@ -285,13 +285,13 @@ def _top1(runs: list[Record], mode: str) -> str:
     return f"**{shown}**" if mode == chosen_statistics(runs) else shown
 
 
-def speed_section(config: Config, speeds: Mapping[str, Mapping[str, Any]]) -> str:
+def speed_section(config: Config, speeds: Mapping[str, Sequence[dict[str, Any]]]) -> str:
     columns = ["engine", "precision", "statistics", "batch", "size", "ms_per_image", "spread_ms"]
     parts = []
-    for speed in speeds.values():
-        if rows := speeds_of(config, speed):
+    for measured in speeds.values():
+        if rows := speeds_of(config, measured):
             parts.append(
-                f"Milliseconds per image on {speed['hardware']}, of the network with untrained weights "
+                f"Milliseconds per image on {rows[0]['hardware']}, of the network with untrained weights "
                 f"(`results/{rows[0]['file']}`, by `{rows[0]['command']}`): the median over rounds, and the "
                 f"slowest round minus the fastest.\n\n{markdown(frame(rows)[columns])}"
             )

@@ -255,9 +255,9 @@ def precisions(results: Path, checkpoints: Path) -> list[dict[str, Any]]:
                 mode, top1 = row["statistics"], row["top1"]
                 line = {"checkpoint": folder.name, "precision": precision, "statistics": mode, "top1": f"{top1:.2f}"}
                 line["more than in f32"] = gained(top1, exact[mode]) if precision != "f32" else None
-                for kind, speed in speeds.items():
+                for kind, measured in speeds.items():
                     ran, fields = ("openvino", precision, mode), ("engine", "precision", "statistics")
-                    same = (r for r in speeds_of(config, speed) if tuple(r[field] for field in fields) == ran)
+                    same = (r for r in speeds_of(config, measured) if tuple(r[field] for field in fields) == ran)
                     time = next(same, {})
                     line[f"ms, {kind}"] = rounded(time.get("ms_per_image"))
                     line[f"to population, {kind}"] = rounded(time.get("ratio_to_population"))
