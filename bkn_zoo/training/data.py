@@ -20,6 +20,8 @@ from bkn_zoo.training.recipes import Augmentation
 
 # The smallest share of the area, the seed and the epoch of random crops
 Crops = tuple[float, int, int]
+# Images in memory augmented at a time: with small batches, launches take longer than the work
+VARIED = 64
 
 
 class Runtime(NamedTuple):
@@ -39,11 +41,15 @@ def training_batches(
     """The full, augmented batches of one epoch, starting with number `skip`, for process `rank` of `ranks`."""
     order = torch.randperm(len(data.train), generator=generator("cpu", seed, epoch))
     count = len(order) // (batch * ranks)
-    rows = order[: count * batch * ranks].view(count, ranks, batch)[skip:, rank]
     classes = torch.eye(len(data.label_names), device=device)
-    varied = augmentation
+    varied, together = augmentation, max(VARIED // batch, 1)
     if isinstance(data.train, FileImages):
-        varied = replace(augmentation, scale=1.0)  # random crops are taken from the whole files
+        # Random crops are taken from the whole files.
+        varied, together = replace(augmentation, scale=1.0), 1
+    # Batches are augmented in the same company after an interruption.
+    first = skip // together * together
+    rows = order[: count * batch * ranks].view(count, ranks, batch)[first:, rank]
+    if isinstance(data.train, FileImages):
         crops = (augmentation.scale, seed, epoch) if augmentation.scale < 1 else None
         loader = DataLoader(
             _Files(data.train, data.preprocessing, crops), batch_sampler=rows.tolist(), num_workers=workers,
@@ -51,8 +57,9 @@ def training_batches(
         )  # fmt: skip
         found = _read(loader, data.train)
     else:
-        found = ((data.train.images[chosen], data.train.labels[chosen]) for chosen in rows.to(data.train.images.device))
-    for number, (pixels, labels) in enumerate(found, start=skip):
+        several = (chosen.flatten() for chosen in rows.to(data.train.images.device).split(together))
+        found = ((data.train.images[chosen], data.train.labels[chosen]) for chosen in several)
+    for number, (pixels, labels) in zip(range(first, count, together), found, strict=True):
         pixels = pixels.to(device, non_blocking=True)
         if augmentation.policy:
             pixels = apply_policy(pixels, augmentation.policy, seed, epoch, number, rank, 1)
@@ -60,7 +67,10 @@ def training_batches(
         targets = classes[labels.to(device, non_blocking=True)]
         source = generator(device, seed, epoch, number, rank)
         images = normalize(vary(pixels, varied, data.preprocessing, source), data.preprocessing)
-        yield mix(images, targets, augmentation, seed, epoch, number, rank)
+        parts = zip(images.split(batch), targets.split(batch), strict=True)
+        for own, part in enumerate(parts, start=number):
+            if own >= skip:
+                yield mix(*part, augmentation, seed, epoch, own, rank)
 
 
 def evaluation_batches(

@@ -103,7 +103,8 @@ def _train_epoch(
         losses.append(step(batch))
         training.step += 1
         if len(losses) % often == 0:
-            note = f"loss {mean_losses(losses, training.step).mean():.3f}"
+            # Of the last steps only: an epoch may have many thousands. All are looked at when it ends.
+            note = f"loss {mean_losses(losses[-often:], training.step).mean():.3f}"
         done(1, note)
         if training.step % per_epoch:  # after the last step of an epoch, save only with its line in the history
             saves.if_due(losses)
