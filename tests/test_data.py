@@ -15,9 +15,10 @@ from PIL import Image
 from torch.testing import assert_close
 
 from bkn_zoo.errors import InputError
-from bkn_zoo.images import Preprocessing
+from bkn_zoo.images import Preprocessing, open_image, reading
+from bkn_zoo.images.reading import open_file, resized_box, upright_size
 from bkn_zoo.training import datasets
-from bkn_zoo.training.augmentation import apply_policy, generator, mix, random_crop, vary
+from bkn_zoo.training.augmentation import apply_policy, generator, mix, random_box, vary
 from bkn_zoo.training.data import evaluation_batches, training_batches
 from bkn_zoo.training.datasets import ArrayImages, Data, class_weights, fingerprint, load_data
 from bkn_zoo.training.recipes import Augmentation
@@ -432,17 +433,45 @@ def test_crop_shifts_by_whole_pixels_and_flip_mirrors_half():
     assert {dy for dy, _ in shifts} == {dx for _, dx in shifts} == {-2, -1, 0, 1, 2}
 
 
-def test_random_crops_come_from_the_whole_photograph():
-    columns = np.broadcast_to(np.linspace(0, 255, 128)[None, :, None], (64, 128, 3)).astype(np.uint8)
-    photograph = Image.fromarray(columns.copy())
-    crops = np.stack([np.asarray(random_crop(photograph, 0.25, 16, 3, k)) for k in range(100)])[..., 0] / 255
-    assert crops.shape == (100, 16, 16)
-    assert (np.asarray(random_crop(photograph, 0.25, 16, 3, 7))[..., 0] / 255 == crops[7]).all()
-    widths = 2 * (crops.max((1, 2)) - crops.min((1, 2)))  # in heights of the photograph
-    assert 0.5 * 2**0.5 * 0.77 * 0.9 < widths.min() < 0.8  # sqrt(a quarter of the area), by exp(-0.25), smoothed
-    assert widths.max() > 1.5
-    assert crops.min() < 0.1
-    assert crops.max() > 0.9
+def test_random_boxes_come_from_the_whole_photograph():
+    boxes = np.array([random_box((128, 64), 0.25, 3, k) for k in range(100)])
+    assert random_box((128, 64), 0.25, 3, 7) == tuple(boxes[7])
+    widths, heights = boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]
+    assert 0.25 <= (widths * heights / 128 / 64).min() < 0.35
+    assert 2**-0.5 * 64 * 0.77 < widths.min() < 0.8 * 64  # sqrt(a quarter of the area), by exp(-0.25)
+    assert widths.max() > 1.5 * 64
+    assert boxes.min() >= 0
+    assert (boxes[:, :2].min(0) < 5).all()
+    assert (boxes[:, 2:].max(0) > (123, 59)).all()
+    assert (boxes[:, 2:] <= (128, 64)).all()
+
+
+def write_photograph(path, side=1.0, quality=90, **options):
+    """A JPEG with a little noise."""
+    coarse = Image.fromarray(np.random.default_rng(0).integers(0, 256, (8, 10, 3), dtype=np.uint8))
+    image = coarse.resize((round(side * 500), round(side * 376)), Image.Resampling.BICUBIC)
+    noise = np.random.default_rng(1).normal(0, 4, (image.height, image.width, 3))
+    image = Image.fromarray((np.asarray(image) + noise).clip(0, 255).astype(np.uint8))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.convert(options.pop("mode", "RGB")).save(path, "JPEG", quality=quality, **options)
+    return path
+
+
+@pytest.mark.parametrize(("side", "width"), [(64, 125), (96, 250), (200, 500)])
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_jpeg_is_decoded_no_larger_than_a_box_needs(tmp_path, monkeypatch, side, width, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    path = write_photograph(tmp_path / "a.jpg", exif=exif)
+    whole, loaded = open_image(path), []
+    monkeypatch.setattr(reading, "open_image", lambda image: loaded.append(image.width) or open_image(image))
+    box = random_box(whole.size, 0.9, 7)
+    assert upright_size(open_file(path)) == whole.size == ((500, 376) if orientation == 1 else (376, 500))
+    found = resized_box(open_file(path), box, side)
+    assert loaded == [width]
+    difference = np.abs(np.asarray(found, float) - whole.resize((side, side), Image.Resampling.BILINEAR, box))
+    assert difference.mean() < 1.5
+    assert difference.max() < 12
 
 
 def test_mixup_joins_images_and_targets_by_the_same_share():

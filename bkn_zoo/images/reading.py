@@ -5,6 +5,7 @@ decompressed, and every problem is an `ImageError`. Nothing is ever downloaded.
 """
 
 import io
+import math
 import os
 import stat
 from typing import Any
@@ -23,6 +24,7 @@ MAX_PIXELS = 50_000_000
 MAX_ROWS = 65_535  # as in JPEG; Pillow needs memory for each row, even a short one
 BYTES_PER_PIXEL = 8  # of the largest files: uncompressed RGBA with 16 bits
 
+Box = tuple[float, float, float, float]  # left, top, right, bottom
 ImageSource = bytes | bytearray | memoryview | str | os.PathLike[str] | Image.Image | np.ndarray
 
 # By the orientation in EXIF.
@@ -57,18 +59,48 @@ def open_image(source: ImageSource, max_pixels: int = MAX_PIXELS) -> Image.Image
     if isinstance(source, bytes | bytearray | memoryview):
         return _from_bytes(bytes(source), "the image", max_pixels)
     if isinstance(source, str | os.PathLike):
-        return _from_bytes(_read_file(source, BYTES_PER_PIXEL * max_pixels + 2**24), os.fspath(source), max_pixels)
+        return _from_bytes(_read_file(source, max_pixels), os.fspath(source), max_pixels)
     raise ImageFormatError(
         f"a {type(source).__name__} is not an image: pass the bytes or the path of a file, a PIL image or an array."
     )
 
 
+def open_file(path: str | os.PathLike[str]) -> ImageFile:
+    """A file whose header was read and checked. `open_image` or `resized_box` decodes it."""
+    return open_header(_read_file(path, MAX_PIXELS), what=os.fspath(path))
+
+
+def upright_size(image: ImageFile) -> tuple[int, int]:
+    """Width and height of the upright image."""
+    # Pillow turns a TIFF itself.
+    turned = orientation(image) > 4 and not isinstance(image, TiffImageFile)
+    return image.size[::-1] if turned else image.size
+
+
+def central_box(size: tuple[int, int], crop: float = 1.0) -> Box:
+    """The largest square in the middle, or a part of it."""
+    side = min(size) * crop
+    left, top = (size[0] - side) / 2, (size[1] - side) / 2
+    return left, top, left + side, top + side
+
+
 def resized_square(image: Image.Image, size: int, interpolation: str = "bilinear", crop: float = 1.0) -> Image.Image:
     """The largest square in the middle of an image, or a part of it, resized."""
-    side = min(image.size) * crop
-    left, top = (image.width - side) / 2, (image.height - side) / 2
-    method = Image.Resampling[interpolation.upper()]
-    return image.resize((size, size), method, box=(left, top, left + side, top + side))
+    return image.resize((size, size), Image.Resampling[interpolation.upper()], central_box(image.size, crop))
+
+
+def resized_box(image: ImageFile, box: Box, size: int) -> Image.Image:
+    """A box of the upright image, decoded and resized to a square.
+
+    The decoder of a JPEG divides both sides by 2, 4 or 8 if the box keeps at least `size` x `size` pixels.
+    """
+    whole = upright_size(image)
+    factor = min(box[2] - box[0], box[3] - box[1]) / size
+    image.draft(None, (math.ceil(image.width / factor), math.ceil(image.height / factor)))
+    shown = open_image(image)
+    ends = zip(box, 2 * shown.size, 2 * whole, strict=True)
+    within: Any = tuple(min(place * now / before, now) for place, now, before in ends)
+    return shown.resize((size, size), Image.Resampling.BILINEAR, within)
 
 
 def normalized_array(square: Image.Image, preprocessing: Preprocessing) -> np.ndarray:
@@ -78,8 +110,8 @@ def normalized_array(square: Image.Image, preprocessing: Preprocessing) -> np.nd
     return (pixels / np.float32(255) - mean) / std
 
 
-def _read_file(path: str | os.PathLike[str], limit: int) -> bytes:
-    name = os.fspath(path)
+def _read_file(path: str | os.PathLike[str], max_pixels: int) -> bytes:
+    name, limit = os.fspath(path), BYTES_PER_PIXEL * max_pixels + 2**24
     try:
         about = os.stat(path)
     except (OSError, ValueError):  # ValueError for a null character

@@ -1,4 +1,4 @@
-"""Augmentation of batches on their device, by the given random numbers; only random crops are taken from files."""
+"""Augmentation of batches on their device, by the given random numbers; only random boxes are taken from files."""
 
 import math
 from typing import NamedTuple
@@ -6,10 +6,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor
 
 from bkn_zoo.images import Preprocessing, per_channel
+from bkn_zoo.images.reading import Box
 from bkn_zoo.training.recipes import Augmentation
 
 MAX_STRETCH = 0.5  # of a random crop: the logarithm of width / height
@@ -75,13 +75,13 @@ def vary(pixels: Tensor, augmentation: Augmentation, preprocessing: Preprocessin
     return pixels
 
 
-def random_crop(image: Image.Image, scale: float, side: int, *numbers: int) -> Image.Image:
-    """A part of a photograph, resized to side x side; `scale` is the smallest share of its area."""
+def random_box(size: tuple[int, int], scale: float, *numbers: int) -> Box:
+    """A part of a photograph of this width and height; `scale` is the smallest share of its area."""
     rng = np.random.default_rng(numbers)
-    area, ratio = rng.uniform(scale, 1) * image.width * image.height, math.exp(rng.uniform(-MAX_STRETCH, MAX_STRETCH))
-    width, height = min(math.sqrt(area * ratio), image.width), min(math.sqrt(area / ratio), image.height)
-    left, top = rng.uniform(0, image.width - width), rng.uniform(0, image.height - height)
-    return image.resize((side, side), Image.Resampling.BILINEAR, box=(left, top, left + width, top + height))
+    area, ratio = rng.uniform(scale, 1) * size[0] * size[1], math.exp(rng.uniform(-MAX_STRETCH, MAX_STRETCH))
+    width, height = min(math.sqrt(area * ratio), size[0]), min(math.sqrt(area / ratio), size[1])
+    left, top = rng.uniform(0, size[0] - width), rng.uniform(0, size[1] - height)
+    return left, top, left + width, top + height
 
 
 def mix(images: Tensor, targets: Tensor, augmentation: Augmentation, *numbers: int) -> Batch:

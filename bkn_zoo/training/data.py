@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from bkn_zoo.errors import ImageError, InputError
 from bkn_zoo.images import Preprocessing, enlarge, normalize, open_image
-from bkn_zoo.images.reading import resized_square
+from bkn_zoo.images.reading import open_file, resized_box, resized_square, upright_size
 from bkn_zoo.modes import MODES
-from bkn_zoo.training.augmentation import Batch, apply_policy, generator, mix, random_crop, vary
+from bkn_zoo.training.augmentation import Batch, apply_policy, generator, mix, random_box, vary
 from bkn_zoo.training.datasets import CACHED_BYTES, ArrayImages, Data, FileImages, Images
 from bkn_zoo.training.interruption import leave_group
 from bkn_zoo.training.recipes import Augmentation
@@ -127,11 +127,11 @@ class _Files(Dataset[tuple[Tensor, int, int]]):
         key = candidate, self.side, p.interpolation, p.crop
         if self.crops is None and key in self.images.squares:
             return self.images.squares[key]
-        image = open_image(self.images.paths[candidate])
+        file = open_file(self.images.paths[candidate])
         if self.crops is None:
-            image = resized_square(image, self.side, p.interpolation, p.crop)
+            image = resized_square(open_image(file), self.side, p.interpolation, p.crop)
         else:
-            image = random_crop(image, self.crops[0], self.side, *self.crops[1:], row)
+            image = resized_box(file, random_box(upright_size(file), *self.crops, row), self.side)
         pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
         if self.keep and self.crops is None:  # until the training ends; in a worker, until the epoch does
             self.images.squares[key] = pixels
