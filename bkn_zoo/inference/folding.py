@@ -193,9 +193,7 @@ class ImageNorm(nn.Module):
     Numbers are tensors, because an operation with a Python number costs twice as much.
     """
 
-    own: Any  # these four are tensors, or values in a graph that is being built
-    others: Any
-    partners_mean: Any
+    own: Any  # these two are tensors, or values in a graph that is being built
     partners_var: Any
     link: Any = None  # as in RunningNorm
     low_rank = False  # whether A is used as a product of two factors
@@ -249,8 +247,9 @@ class ImageNorm(nn.Module):
         mean, var = _observe(x)
         if statistics.mode == "expected":  # as RunningNorm.expect
             deviation = mean - self.image_mean
-            var = self.own * (var + self.others * (deviation * deviation)) + self.partners_var
-            mean = self.own * mean + self.partners_mean
+            pulled = self.own * deviation
+            rest = deviation - pulled
+            mean, var = mean - rest, self.own * var + (pulled * rest + self.partners_var)
         if self.has_prior:  # as predict and update
             predicted_mean, predicted_var = self._predict(prior)
             innovation = mean - predicted_mean
@@ -277,13 +276,10 @@ class ImageNorm(nn.Module):
 def weigh(norms: list[ImageNorm], own: Any) -> None:
     """Set the share of an image's own statistics in `expected`, a tensor or a value in a graph; 1 is `sample`."""
     others = 1 - own
-    partners = [(norm.image_mean, norm.image_var, norm.image_spread) for norm in norms]
-    mean, var, spread = (torch.cat(parts) for parts in zip(*partners, strict=True))
-    widths = [len(norm.image_mean) for norm in norms]
-    means, variances = (rows.split(widths, 0) for rows in (others * mean, others * (var + others * spread)))
-    for norm, partners_mean, partners_var in zip(norms, means, variances, strict=True):
-        weights = {"own": own, "others": others, "partners_mean": partners_mean, "partners_var": partners_var}
-        for name, value in weights.items():
+    var, spread = (torch.cat([getattr(norm, name) for norm in norms]) for name in ("image_var", "image_spread"))
+    variances = (others * (var + others * spread)).split([len(norm.image_var) for norm in norms], 0)
+    for norm, partners_var in zip(norms, variances, strict=True):
+        for name, value in {"own": own, "partners_var": partners_var}.items():
             norm._buffers.pop(name, None)
             setattr(norm, name, nn.Buffer(value) if issubclass(type(value), Tensor) else value)
 

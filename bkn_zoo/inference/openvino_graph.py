@@ -75,10 +75,13 @@ def build_graph(
     values: list[int] = []
     if not population:
         inputs.append(ops.parameter([1]))
-        norms = [module for module in network.modules() if isinstance(module, ImageNorm)]
+        norms: list[Any] = [module for module in network.modules() if isinstance(module, ImageNorm)]
         if norms:
             weigh(norms, Symbol(inputs[1]))
         for norm in norms:
+            if norm.has_prior and (norm.gain == norm.gain[0]).all():
+                # OpenVINO fuses few operations with many inputs, and a number is not one of the inputs.
+                norm.gain, norm.distrust = norm.gain[0], norm.distrust[0]
             if not norm.has_prior:
                 norm.register_forward_pre_hook(lambda norm, args: values.append(args[0].shape[2:].numel()))
             elif pairs:

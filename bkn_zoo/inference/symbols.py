@@ -299,6 +299,15 @@ def _scaled(x: Any, alpha: Any) -> Any:
     return number(x) if alpha == 1 else ops.multiply(number(x), number(alpha))
 
 
+def _multiply(x: Any, other: Any) -> Any:
+    x, other = number(x), number(other)
+    if len(other.shape) == 2 and len(x.shape) == 3 and x.shape[0] == 1:
+        # In three dimensions OpenVINO chooses a layout that a matrix product would have to change.
+        rows = ops.multiply(ops.reshape(x, list(x.shape)[1:], False), other)
+        return ops.reshape(rows, [1, *rows.shape], False)
+    return ops.multiply(x, other)
+
+
 TRANSLATIONS: dict[str, Callable[..., Any]] = {
     "conv2d": _conv2d,
     "linear": _linear,
@@ -341,7 +350,7 @@ TRANSLATIONS: dict[str, Callable[..., Any]] = {
     "add": _arithmetic("add"),
     "sub": _arithmetic("subtract"),
     "rsub": lambda x, other: ops.subtract(number(other), x),
-    "mul": _arithmetic("multiply"),
+    "mul": _multiply,
     "div": _arithmetic("divide"),
 }
 """Translations by the names of PyTorch's functions and methods. Names with a final underscore work in place."""

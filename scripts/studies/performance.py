@@ -212,7 +212,7 @@ def tables(records: Records, results: Path, checkpoints: Path) -> dict[str, Cont
         "converted": several(["frontend_converted"]),
         "classify": on_each("classify"),
         "defaults": on_each("defaults"),
-        "counters": on_each("counters"),
+        "counters": several([*_by_processor("counters", records), *_by_processor("counters_rank", records)]),
         "rivals": on_each("rivals"),
         "loading": on_each("loading"),
         "precision": frame(precisions(results, checkpoints)),
