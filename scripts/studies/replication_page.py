@@ -45,7 +45,6 @@ def pages(plan: Plan, records: Mapping[str, Record], newer: Plan, fresh: Mapping
         DOCS / "results.md": {
             "headline": frame(_headline(norms_by_group(plan, records, newer, fresh))),
             "standardized": pd.concat([standardized[name][2] for name in ("full", "parts")]),
-            "full_length": full_length_table(full_lengths(read_twins(RESULTS))),
             "verdicts": str(count),
             "state": _state(plan, records),
             "claims": frame(_claims(claims)),
@@ -53,6 +52,7 @@ def pages(plan: Plan, records: Mapping[str, Record], newer: Plan, fresh: Mapping
         },
         RESULTS / "tables" / "results": {
             **sections(plan, records),
+            "full_length": full_length_table(full_lengths(read_twins(RESULTS))),
             "settings": frame(_settings(plan)),
             "speed": _speed(),
             "lengths": lengths,

@@ -116,7 +116,8 @@ def _training(results: Path) -> list[dict[str, Any]]:
     parts = {what: [run for folder in of for run in read_runs(results / folder)] for what, of in folders.items()}
     trainings = ((arm["hardware"], each) for arm in arms for each in arm.get("trainings", ()))
     parts["pretrained networks"] = [each | {"hardware": hardware} for hardware, each in trainings]
-    parts["all four"] = [run for runs in parts.values() for run in runs]
+    parts["CamVid, one image per batch"] = [json.loads(path.read_text()) for path in (results / "dense").glob("*.json")]
+    parts["all five"] = [run for runs in parts.values() for run in runs]
     rows = []
     for what, runs in parts.items():
         for hardware in sorted({run["hardware"] for run in runs}):
