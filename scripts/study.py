@@ -12,7 +12,8 @@ without data are skipped. Each run writes one JSON record. A run that has a reco
 Runs start in the order of the plan. --minutes sets a time limit: a run starts only if it is expected to finish in time,
 judging by finished runs of the same kind, and runs that are still active at the limit are stopped. The same command
 continues later. Processes on one GPU take turns unless NVIDIA MPS is running (nvidia-cuda-mps-control -d). Under MPS,
-SIGKILL of one process also kills the others: stop this script, or a run, with Ctrl-C or SIGTERM.
+SIGKILL of one process also kills the others: stop this script, or a run, with Ctrl-C or SIGTERM. Do not limit the share
+of the GPU per process (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE): with it, some losses were not finite, for unknown reasons.
 """
 
 import sys

@@ -10,11 +10,13 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+import torch
 from studies.base import Run, Study
 from studies.figures import drawn, plotted
 from studies.render import fill, frame, rendered
 from studies.runner import Work, listing, load, main, parse, studies
 
+import bkn_zoo
 from bkn_zoo.errors import InputError
 
 ROOT = Path(__file__).parent.parent
@@ -176,3 +178,15 @@ def test_pages_and_figures_are_those_of_the_records(name):
     assert [path.name for path, text in texts.items() if path.read_text(encoding="utf-8") != text] == []
     for figure, anew in study.figures(records).items():
         assert drawn(study.plots / f"{figure}.png") == plotted(anew)
+
+
+def test_control_only_scales_and_shifts_before_the_pooling():
+    from studies.rivals import ScaleAndShift
+
+    network = bkn_zoo.create_model("inception_cifar_bnplain", 10)
+    plain = {name: module for name, module in network.named_modules() if isinstance(module, ScaleAndShift)}
+    assert list(plain) == [f"inception_c.branches.{branch}.norm" for branch in ("0.0", "1.1", "2.1", "3.1")]
+    # They are the last before the pooling: without them, nothing of an image is left there.
+    for module in plain.values():
+        torch.nn.init.zeros_(module.weight)
+    assert network.forward_features(torch.randn(2, 3, 32, 32)).count_nonzero() == 0

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from studies.records import CLASSES
 
-from bkn_zoo import create_model, list_models
+from bkn_zoo import create_model, from_pretrained, list_models
 from bkn_zoo.checkpoints.card import read_record
 from bkn_zoo.checkpoints.config import Config
+from bkn_zoo.checkpoints.folder import verify_golden
 from bkn_zoo.defaults import DEFAULT_CHECKPOINTS
 from bkn_zoo.modes import MODES
 from bkn_zoo.training.recipes import read_recipe
@@ -21,7 +22,7 @@ RESULTS = ROOT / "results"
 FOLDERS = sorted(path.parent for path in (ROOT / "checkpoints").glob("*/config.json"))
 NOT_MEASURED = [
     f"inception_{name}.{kind}.json"
-    for name in ("cifar_bkn.cifar100", "cifar_bkn.cifar100_single", "v2_bkn.tiny_imagenet")
+    for name in ("cifar_bkn.cifar10", "cifar_bkn.cifar100", "cifar_bkn.cifar100_single", "v2_bkn.tiny_imagenet")
     for kind in ("cpu.bf16", "cpu.f16", "cuda", "cuda.bf16", "cuda.f16")
 ]
 
@@ -50,6 +51,15 @@ def test_checkpoint_files_stay_small():
     sizes = [path.stat().st_size for path in (ROOT / "checkpoints").rglob("*") if path.is_file()]
     assert max(sizes) <= 45e6
     assert sum(sizes) <= 220e6
+
+
+def test_checkpoint_of_the_first_format_loads_unchanged():
+    """Plain weights and a full A, with fewer options in its config than are written today."""
+    folder = Path(__file__).parent / "data" / "inception_cifar_bkn.plain"
+    assert max(verify_golden(folder).values()) < 1e-4
+    model = from_pretrained(folder)
+    options, size = model.norm_options, sum(parameter.numel() for parameter in model.parameters())
+    assert (options["standardized_weights"], options["transition_rank"], size) == (False, None, 1_755_509)
 
 
 def test_default_checkpoints_are_of_their_networks():

@@ -1,11 +1,11 @@
-"""Norms for comparisons with BKN: EvoNorm-S0 (Liu et al. 2020) and FRN (Singh & Krishnan 2019), whose layers are timm's,
-and BN without normalization before the global pooling of inception_cifar."""
+"""Norms for comparisons with BKN: EvoNorm-S0 (Liu et al. 2020) and FRN (Singh & Krishnan 2019), with timm's layers, and
+BN without normalization before the global pooling of inception_cifar."""
 
 import math
 from typing import Any
 
-from timm.layers import EvoNorm2dS0, FilterResponseNormTlu2d
 import torch
+from timm.layers import EvoNorm2dS0, FilterResponseNormTlu2d
 from torch import Tensor, nn
 
 from bkn_zoo.errors import InputError
