@@ -52,13 +52,16 @@ def chosen(runs: Sequence[Record]) -> dict[int, float]:
     return by_seed(runs, chosen_mode(runs))
 
 
-def pairs(finals: Finals) -> dict[str, list[float]]:
-    """Our arm less each other one, for runs with the same seed."""
-    return {arm: gaps(chosen(finals[OURS]), chosen(runs)) for arm, runs in finals.items() if arm != OURS}
+def leads(finals: Finals) -> dict[str, Difference]:
+    """Our arm less each other one, paired by seed, with the deviation of the pairs or the typical one, if larger.
 
-
-def said(gap: Difference) -> str:
-    return f"{gap} ({SAYS[gap.verdict()]})"
+    The differences share an arm: the degrees of freedom are those of as many as have none in common.
+    """
+    found = {arm: gaps(chosen(finals[OURS]), chosen(runs)) for arm, runs in finals.items() if arm != OURS}
+    usual = typical(found.values())
+    assert usual
+    usual = Deviation(usual.value, usual.freedom * len(finals) / 2 / len(found))
+    return {arm: mean_of(each, usual=usual) for arm, each in found.items()}
 
 
 def results(finals: Finals) -> list[dict[str, Any]]:
@@ -77,27 +80,16 @@ def results(finals: Finals) -> list[dict[str, Any]]:
 
 
 def differences(finals: Finals) -> list[dict[str, Any]]:
-    """Each with the deviation of its own pairs, as planned, and with the typical one of all, if that is larger.
-
-    The differences share an arm: the degrees of freedom are those of as many as have none in common.
-    """
-    found = pairs(finals)
-    usual = typical(found.values())
-    assert usual
-    usual = Deviation(usual.value, usual.freedom * len(finals) / 2 / len(found))
-    own, wider = ({arm: mean_of(each, usual=wide) for arm, each in found.items()} for wide in (None, usual))
     return [
-        {
-            "against": ARMS[arm], "points": str(gap), "95 % interval": f"± {gap.margin:.2f}",
-            "verdict": SAYS[gap.verdict()], "with the typical deviation": said(wider[arm]), "seeds": gap.seeds[0],
-        }
-        for arm, gap in own.items()
+        {"against": ARMS[arm], "points": str(gap), "95 % interval": f"± {gap.margin:.2f}",
+         "verdict": SAYS[gap.verdict()], "seeds": gap.seeds[0]}
+        for arm, gap in leads(finals).items()
     ]  # fmt: skip
 
 
 def summary(finals: Finals) -> list[dict[str, Any]]:
     """The arms, the best one first."""
-    found = {arm: said(mean_of(each)) for arm, each in pairs(finals).items()}
+    found = {arm: f"{gap} ({SAYS[gap.verdict()]})" for arm, gap in leads(finals).items()}
     return [
         {
             "norm": ARMS[arm], "mean IoU (%), best statistics": spread(chosen(runs).values(), 1),
