@@ -115,7 +115,8 @@ def test_card_examples_run_and_agree(folder, tmp_path, monkeypatch, local):
     for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         exec(code, namespace)
     best = namespace["classify"]("photo.jpg").predictions[0]
-    assert namespace["logits"].softmax(1).max().item() == pytest.approx(best.score, abs=1e-4)
+    # The classifier may run in 16 bits.
+    assert namespace["logits"].softmax(1).max().item() == pytest.approx(best.score, abs=0.01)
 
 
 @pytest.mark.parametrize(
