@@ -16,10 +16,11 @@ import bkn_zoo
 from bkn_zoo import kernels
 from bkn_zoo.errors import ConversionError, InputError
 from bkn_zoo.images import Preprocessing
-from bkn_zoo.inference import folding
+from bkn_zoo.inference import folding, openvino_graph
 from bkn_zoo.inference.engines import create_engine
+from bkn_zoo.inference.graph_cache import PRECISION
 from bkn_zoo.models import registry
-from bkn_zoo.norms import MODES, BatchKalmanNorm2d, Belief
+from bkn_zoo.norms import MODES, BatchKalmanNorm2d, Belief, Statistics
 from bkn_zoo.norms.standardized import (
     StandardizedConv,
     StandardizedConv2d,
@@ -306,6 +307,20 @@ def test_engines_agree_with_the_network(engine, mode, whole_network, form_of_tra
     model, x = trained(**OPTIONS), torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         assert_close(create_engine(model, engine)(x, mode), model(x, mode), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("small", [0, 2**11, folding.SMALL_TRANSITION])
+def test_graphs_for_bf16_compute_the_same(small, whole_network, monkeypatch):
+    """Graphs for AMX join products, also where only one of the norms with the same prior has factors."""
+    pytest.importorskip("openvino")
+    monkeypatch.setattr(folding, "SMALL_TRANSITION", small)
+    monkeypatch.setattr(openvino_graph.platform, "machine", lambda: "x86_64")
+    model, x = trained(**OPTIONS), torch.randn(1, 3, 32, 32)
+    network = folding.prepare(model, Statistics("sample"))
+    built, _ = openvino_graph.build_graph(network, x.shape[1:], False, {PRECISION: "bf16"})
+    graph = openvino_graph.Graph(openvino_graph.compiled(built, {PRECISION: "f32"}))
+    with torch.no_grad():
+        assert_close(graph(x), model(x, "sample"), rtol=1e-4, atol=1e-5)
 
 
 def test_openvino_takes_factors_in_16_bits(whole_network, form_of_transitions):

@@ -171,9 +171,11 @@ def _pair_products(model: Any, beliefs: list[Belief]) -> None:
         if [len(found) for found in pair] != [1, 1]:  # not a full matrix, or joined before
             continue
         both = [found[0] for found in pair]
-        matrices = np.stack([_constant(node.input_value(1).get_node()).data for node in both])
-        rows = ops.reshape(ops.concat([node.input_value(0) for node in both], 0), [2, 1, matrices.shape[2]], False)
-        joint = ops.matmul(rows, _node(torch.from_numpy(matrices)), False, True)
+        matrices = [_constant(node.input_value(1).get_node()).data for node in both]
+        if matrices[0].shape != matrices[1].shape:  # merged with a factor of another layer's A
+            continue
+        rows = ops.reshape(ops.concat([node.input_value(0) for node in both], 0), [2, 1, -1], False)
+        joint = ops.matmul(rows, _node(torch.from_numpy(np.stack(matrices))), False, True)
         parts = ops.split(ops.reshape(joint, [2, -1], False), 0, 2)
         for node, part in zip(both, parts.outputs(), strict=True):
             node.output(0).replace(part)
