@@ -115,8 +115,6 @@ def infer(args: argparse.Namespace) -> None:
     if engines.ov is None and "openvino" in names:
         print("openvino is not installed, and left out")
         names.remove("openvino")
-    limit = os.environ.get("ONEDNN_MAX_CPU_ISA")  # AVX512_CORE switches AMX off in OpenVINO
-    limited = {"instructions": limit} if limit else {}
     if args.keep:
         entered = [case.rpartition(":")[::2] for case in args.cases]
         measured = [*names, "eager"] if "torch" in names else names
@@ -129,7 +127,7 @@ def infer(args: argparse.Namespace) -> None:
             contestants = enter_engines(network, samples[:1].repeat(batch, 1, 1, 1), samples, names, options)
             race_engines(contestants, args.rounds)
             rows += [contestant.row for contestant in contestants]
-            save(args, rows, **limited)
+            save(args, rows)
     show(rows, COLUMNS)
 
 

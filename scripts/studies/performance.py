@@ -69,11 +69,7 @@ def headlines(records: Records) -> pd.DataFrame:
 def _measured_in(name: str, records: Records, row: Row) -> dict[str, str]:
     record = records[name]
     date = row.get("date") or record.get("date") or DATES[name]
-    return {"measured on": _processor(record), "date": date, "record": f"`benchmark_{name}.json`"}
-
-
-def _processor(record: Row) -> str:
-    return record["hardware"] + (", AMX switched off" if record.get("instructions") == "AVX512_CORE" else "")
+    return {"measured on": record["hardware"], "date": date, "record": f"`benchmark_{name}.json`"}
 
 
 def seconds(records: Records) -> pd.DataFrame:
@@ -125,7 +121,7 @@ def picture(records: Records) -> Any:
 
 
 def _short(record: Row) -> str:
-    name = _processor(record).replace(", 2 cores", "")
+    name = record["hardware"].replace(", 2 cores", "")
     return name.replace("Intel(R) Xeon(R) Processor", "Xeon").removeprefix("NVIDIA ")
 
 
@@ -197,7 +193,7 @@ def tables(records: Records, results: Path, checkpoints: Path) -> dict[str, Cont
             {
                 "record": f"results/benchmark_{name}.json",
                 "command": record["command"],
-                "measured on": _processor(record),
+                "measured on": record["hardware"],
                 "versions": ", ".join(f"{package} {version}" for package, version in record["versions"].items()),
             }
             for name, record in records.items()
@@ -208,7 +204,7 @@ def tables(records: Records, results: Path, checkpoints: Path) -> dict[str, Cont
         "rooflines": _table(rooflines),
         "train_cpu": several(["train_cpu"]),
         "infer_cuda": several(["infer_cuda"]),
-        "infer_cpu": several([*_by_processor("infer", records), "infer_avx512"]),
+        "infer_cpu": several([name for name in records if name.startswith(("infer.", "infer_rank"))]),
         "converted": several(["frontend_converted"]),
         "classify": on_each("classify"),
         "defaults": on_each("defaults"),
