@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from torch.testing import assert_close
 from bkn_zoo.errors import InputError
 from bkn_zoo.images import Preprocessing, open_image, reading
 from bkn_zoo.images.reading import open_file, resized_box, upright_size
+from bkn_zoo.training import data as data_module
 from bkn_zoo.training import datasets
 from bkn_zoo.training.augmentation import apply_policy, generator, mix, random_box, vary
 from bkn_zoo.training.data import evaluation_batches, training_batches
@@ -359,12 +361,26 @@ def test_batches_of_files_carry_labels_with_and_without_workers(tmp_path):
     assert same(batches(data, augmentation=crops), batches(data, augmentation=crops, workers=1))
 
 
-def test_files_are_decoded_once(tmp_path):
+@pytest.mark.parametrize("workers", [0, 2])
+def test_files_are_decoded_once(tmp_path, workers):
     data = load_data("folder", write_tree(tmp_path, per_class=10), size=16)
-    first = batches(data)
+    first = batches(data, workers=workers)
     for path in data.train.paths:
         path.unlink()
-    assert same(batches(data), first)
+    assert same(batches(data, workers=workers), first)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the default is this process")
+@pytest.mark.parametrize(("device", "local", "expected"), [("cuda", None, 6), ("cuda", "4", 1), ("cpu", None, 0)])
+def test_default_processes_leave_the_cores_to_the_network(tmp_path, monkeypatch, device, local, expected):
+    started = []
+    monkeypatch.setattr(data_module, "DataLoader", lambda *args, num_workers, **more: started.append(num_workers) or [])
+    monkeypatch.setattr(data_module, "usable_cores", lambda: 6)
+    if local:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    data = load_data("folder", write_tree(tmp_path, per_class=10), size=16)
+    list(data_module._read(data_module._Files(data.train, data.preprocessing), torch.device(device), None))
+    assert started == [expected]
 
 
 @pytest.mark.parametrize("kind", ["array", "enlarged", "files"])

@@ -1,5 +1,6 @@
 """Batches of tensors on the device, which depend only on the seed, the epoch and their number."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from bkn_zoo.checkpoints.provenance import local_processes
+from bkn_zoo.cores import usable_cores
 from bkn_zoo.errors import ImageError, InputError
 from bkn_zoo.images import Preprocessing, enlarge, normalize, open_image
 from bkn_zoo.images.reading import open_file, resized_box, resized_square, upright_size
@@ -28,7 +31,7 @@ class Runtime(NamedTuple):
     """How a training runs: `workers` decode files, `quiet` prints nothing, `modes` are measured, `log` is a logger."""
 
     device: torch.device
-    workers: int = 0
+    workers: int | None = None
     quiet: bool = False
     modes: Sequence[str] = MODES
     log: str | None = None
@@ -36,7 +39,7 @@ class Runtime(NamedTuple):
 
 def training_batches(
     data: Data, batch: int, epoch: int, seed: int, augmentation: Augmentation, device: torch.device,
-    skip: int = 0, rank: int = 0, ranks: int = 1, workers: int = 0,
+    skip: int = 0, rank: int = 0, ranks: int = 1, workers: int | None = None,
 ) -> Iterator[Batch]:  # fmt: skip
     """The full, augmented batches of one epoch, starting with number `skip`, for process `rank` of `ranks`."""
     order = torch.randperm(len(data.train), generator=generator("cpu", seed, epoch))
@@ -51,11 +54,8 @@ def training_batches(
     rows = order[: count * batch * ranks].view(count, ranks, batch)[first:, rank]
     if isinstance(data.train, FileImages):
         crops = (augmentation.scale, seed, epoch) if augmentation.scale < 1 else None
-        loader = DataLoader(
-            _Files(data.train, data.preprocessing, crops), batch_sampler=rows.tolist(), num_workers=workers,
-            pin_memory=device.type == "cuda", worker_init_fn=leave_group,
-        )  # fmt: skip
-        found = _read(loader, data.train)
+        files = _Files(data.train, data.preprocessing, crops)
+        found = _read(files, device, workers, batch_sampler=rows.tolist())
     else:
         several = (chosen.flatten() for chosen in rows.to(data.train.images.device).split(together))
         found = ((data.train.images[chosen], data.train.labels[chosen]) for chosen in several)
@@ -74,65 +74,90 @@ def training_batches(
 
 
 def evaluation_batches(
-    data: Data, images: Images, batch: int, device: torch.device, workers: int = 0
+    data: Data, images: Images, batch: int, device: torch.device, workers: int | None = None
 ) -> Iterator[Batch]:  # fmt: skip
     """All images in order, preprocessed as for inference. Unreadable files are left out."""
     classes = torch.eye(len(data.label_names), device=device)
     if isinstance(images, ArrayImages):
         found: Any = zip(images.images.split(batch), images.labels.split(batch), strict=True)
     else:
-        files = _Files(images, data.preprocessing)
-        loader = DataLoader(files, batch_size=batch, num_workers=workers, worker_init_fn=leave_group)
-        found = _read(loader, images, keep_all=False)
+        found = _read(_Files(images, data.preprocessing), device, workers, keep_all=False, batch_size=batch)
     for pixels, labels in found:
         # Images may have the native size of their data set.
         pixels = enlarge(pixels.to(device).float() / 255, data.preprocessing.size, data.preprocessing.interpolation)
         yield Batch(normalize(pixels, data.preprocessing), classes[labels.to(device)])
 
 
-def _read(loader: Any, images: FileImages, keep_all: bool = True) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of files; those that could not be read were replaced by others, which are kept or not."""
-    for pixels, labels, broken in loader:
-        images.report_broken(broken[broken >= 0].tolist())
-        good = broken < 0
+def _read(
+    files: "_Files", device: torch.device, workers: int | None, keep_all: bool = True, **options: Any
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches of files; those that could not be read were replaced by others, which are kept or not.
+
+    By default, with a GPU each core has a process; on a CPU the network needs the cores.
+    """
+    forks = sys.platform == "linux"  # elsewhere a program must be written for more processes
+    if workers is None:
+        workers = max(usable_cores() // local_processes(), 1) if device.type == "cuda" and forks else 0
+    if files.decoded():
+        workers = 0
+    loader = DataLoader(
+        files, num_workers=workers, worker_init_fn=leave_group, pin_memory=device.type == "cuda",
+        multiprocessing_context="fork" if workers and forks else None, **options,
+    )  # fmt: skip
+    for pixels, labels, wanted, rows in loader:
+        good = rows == wanted
+        files.images.report_broken(wanted[~good].tolist())
+        files.keep(rows.tolist(), pixels)
         if keep_all or good.all():
             yield pixels, labels
         elif good.any():
             yield pixels[good], labels[good]
 
 
-class _Files(Dataset[tuple[Tensor, int, int]]):
-    """Decodes single files, to bytes. An unreadable file is replaced by the next readable one."""
+class _Files(Dataset[tuple[Tensor, int, int, int]]):
+    """Decodes single files, to bytes. An unreadable file is replaced by the next readable one.
+
+    Squares of a set that fits into memory are kept until the training ends, also those that other processes decoded.
+    """
 
     def __init__(self, images: FileImages, preprocessing: Preprocessing, crops: Crops | None = None) -> None:
         self.images, self.preprocessing, self.crops = images, preprocessing, crops
         self.side = preprocessing.native_size or preprocessing.size
-        self.keep = 3 * self.side**2 * len(images) <= CACHED_BYTES
+        self.keeps = crops is None and 3 * self.side**2 * len(images) <= CACHED_BYTES
 
     def __len__(self) -> int:
         return len(self.images)
 
-    def __getitem__(self, row: int) -> tuple[Tensor, int, int]:
+    def __getitem__(self, wanted: int) -> tuple[Tensor, int, int, int]:
         for step in range(len(self)):
-            candidate = (row + step) % len(self)
+            row = (wanted + step) % len(self)
             try:
-                pixels = self._pixels(candidate, row)
+                return self._pixels(row, wanted), self.images.labels[row], wanted, row
             except ImageError:
                 continue
-            return pixels, self.images.labels[candidate], -1 if step == 0 else row
         raise InputError("none of the image files can be read: check the data folder.")
 
-    def _pixels(self, candidate: int, row: int) -> Tensor:
-        p = self.preprocessing
-        key = candidate, self.side, p.interpolation, p.crop
-        if self.crops is None and key in self.images.squares:
-            return self.images.squares[key]
-        file = open_file(self.images.paths[candidate])
+    def decoded(self) -> bool:
+        """Whether all images are kept, but unreadable ones."""
+        readable = (row for row, path in enumerate(self.images.paths) if path not in self.images.unreadable)
+        return self.keeps and all(self._key(row) in self.images.squares for row in readable)
+
+    def keep(self, rows: list[int], pixels: Tensor) -> None:
+        """Keep the squares of these rows, if all fit."""
+        keys = list(map(self._key, rows))
+        if self.keeps and not self.images.squares.keys() >= set(keys):
+            # A copy, because processes share little memory.
+            self.images.squares.update(zip(keys, pixels.clone(), strict=True))
+
+    def _key(self, row: int) -> tuple[int, int, str, float]:
+        return row, self.side, self.preprocessing.interpolation, self.preprocessing.crop
+
+    def _pixels(self, row: int, wanted: int) -> Tensor:
+        if self.keeps and self._key(row) in self.images.squares:
+            return self.images.squares[self._key(row)]
+        p, file = self.preprocessing, open_file(self.images.paths[row])
         if self.crops is None:
             image = resized_square(open_image(file), self.side, p.interpolation, p.crop)
         else:
-            image = resized_box(file, random_box(upright_size(file), *self.crops, row), self.side)
-        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
-        if self.keep and self.crops is None:  # until the training ends; in a worker, until the epoch does
-            self.images.squares[key] = pixels
-        return pixels
+            image = resized_box(file, random_box(upright_size(file), *self.crops, wanted), self.side)
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1)

@@ -94,7 +94,7 @@ class TrainingPlan:
     results: Path
     device: str
     resume: bool = False
-    workers: int = 0
+    workers: int | None = None
     quiet: bool = False
     license: str | None = None
     statistics: Sequence[str] = MODES
