@@ -23,7 +23,7 @@ FOLDERS = sorted(path.parent for path in (ROOT / "checkpoints").glob("*/config.j
 NOT_MEASURED = [
     f"inception_{name}.{kind}.json"
     for name in ("cifar_bkn.cifar10", "cifar_bkn.cifar100", "cifar_bkn.cifar100_single", "v2_bkn.tiny_imagenet")
-    for kind in ("cpu.bf16", "cpu.f16", "cuda", "cuda.bf16", "cuda.f16")
+    for kind in ("cpu.f16", "cuda", "cuda.bf16", "cuda.f16")
 ]
 
 TRAINED = [folder for folder in FOLDERS if (ROOT / "recipes" / f"{folder.name}.toml").exists()]
