@@ -27,9 +27,7 @@ def main() -> None:
     parser.add_argument("--output", help="folder of the run (default: runs/NAME)")
     parser.add_argument("--results", help="folder of the record (default: results/runs in the output folder)")
     parser.add_argument("--device", help="default: a GPU if available")
-    parser.add_argument(
-        "--workers", type=int, help="processes that decode image files (default: one per core with a GPU)"
-    )
+    parser.add_argument("--workers", type=int, default=0, help="processes that decode image files (default: 0)")
     parser.add_argument("--resume", action="store_true", help="continue the training in the output folder")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="a field of the recipe")
     parser.add_argument("--license", help="that the model card names, such as mit (default: none)")

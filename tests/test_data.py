@@ -6,7 +6,6 @@ import os
 import pickle
 import re
 import shutil
-import sys
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ import torch
 from image_trees import write_image, write_noise, write_tree
 from PIL import Image
 from torch.testing import assert_close
+from torch.utils.data import DataLoader
 
 from bkn_zoo.errors import InputError
 from bkn_zoo.images import Preprocessing, open_image, reading
@@ -370,17 +370,30 @@ def test_files_are_decoded_once(tmp_path, workers):
     assert same(batches(data, workers=workers), first)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the default is this process")
-@pytest.mark.parametrize(("device", "local", "expected"), [("cuda", None, 6), ("cuda", "4", 1), ("cpu", None, 0)])
-def test_default_processes_leave_the_cores_to_the_network(tmp_path, monkeypatch, device, local, expected):
-    started = []
-    monkeypatch.setattr(data_module, "DataLoader", lambda *args, num_workers, **more: started.append(num_workers) or [])
-    monkeypatch.setattr(data_module, "usable_cores", lambda: 6)
-    if local:
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+def test_kept_squares_take_the_memory_of_the_set(tmp_path):
     data = load_data("folder", write_tree(tmp_path, per_class=10), size=16)
-    list(data_module._read(data_module._Files(data.train, data.preprocessing), torch.device(device), None))
-    assert started == [expected]
+    for epoch in range(3):
+        batches(data, epoch=epoch)  # of 8 images: some are left over, others in each epoch
+    kept = {
+        square.untyped_storage().data_ptr(): square.untyped_storage().nbytes() for square in data.train.squares.values()
+    }
+    assert 0 < sum(kept.values()) <= 3 * 16**2 * len(data.train)
+
+
+def test_processes_only_start_for_what_is_not_decoded(tmp_path, monkeypatch):
+    data = load_data("folder", write_tree(tmp_path, per_class=10), size=16)
+    started = []
+    monkeypatch.setattr(
+        data_module,
+        "DataLoader",
+        lambda *args, num_workers, **more: started.append(num_workers) or DataLoader(*args, **more),
+    )
+    for _ in range(2):
+        list(evaluation_batches(data, data.train, 8, CPU, workers=3))
+    assert started == [3, 0]
+    files = data_module._Files(data.train, data.preprocessing)
+    assert pickle.loads(pickle.dumps(files)).images.squares == {}  # what a process gets that is not forked
+    assert data.train.squares
 
 
 @pytest.mark.parametrize("kind", ["array", "enlarged", "files"])
@@ -462,32 +475,38 @@ def test_random_boxes_come_from_the_whole_photograph():
     assert (boxes[:, 2:] <= (128, 64)).all()
 
 
-def write_photograph(path, side=1.0, quality=90, **options):
+def write_photograph(path, size, **options):
     """A JPEG with a little noise."""
     coarse = Image.fromarray(np.random.default_rng(0).integers(0, 256, (8, 10, 3), dtype=np.uint8))
-    image = coarse.resize((round(side * 500), round(side * 376)), Image.Resampling.BICUBIC)
+    image = coarse.resize(size, Image.Resampling.BICUBIC)
     noise = np.random.default_rng(1).normal(0, 4, (image.height, image.width, 3))
-    image = Image.fromarray((np.asarray(image) + noise).clip(0, 255).astype(np.uint8))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    image.convert(options.pop("mode", "RGB")).save(path, "JPEG", quality=quality, **options)
+    Image.fromarray((np.asarray(image) + noise).clip(0, 255).astype(np.uint8)).save(path, "JPEG", quality=90, **options)
     return path
 
 
-@pytest.mark.parametrize(("side", "width"), [(64, 125), (96, 250), (200, 500)])
-@pytest.mark.parametrize("orientation", [1, 6])
-def test_jpeg_is_decoded_no_larger_than_a_box_needs(tmp_path, monkeypatch, side, width, orientation):
+@pytest.mark.parametrize(
+    ("orientation", "side", "width"),
+    [(1, 32, 66), (1, 64, 131), (1, 110, 261), (1, 200, 521), (6, 64, 521), (9, 64, 131)],
+)
+def test_jpeg_is_decoded_no_larger_than_a_box_needs(tmp_path, monkeypatch, orientation, side, width):
+    """Its sides cannot be divided by 2, 4 or 8. A turned one is decoded whole; 9 is no orientation."""
     exif = Image.Exif()
     exif[0x0112] = orientation
-    path = write_photograph(tmp_path / "a.jpg", exif=exif)
+    path = write_photograph(tmp_path / "a.jpg", (521, 393), exif=exif)
     whole, loaded = open_image(path), []
     monkeypatch.setattr(reading, "open_image", lambda image: loaded.append(image.width) or open_image(image))
-    box = random_box(whole.size, 0.9, 7)
-    assert upright_size(open_file(path)) == whole.size == ((500, 376) if orientation == 1 else (376, 500))
-    found = resized_box(open_file(path), box, side)
-    assert loaded == [width]
-    difference = np.abs(np.asarray(found, float) - whole.resize((side, side), Image.Resampling.BILINEAR, box))
-    assert difference.mean() < 1.5
-    assert difference.max() < 12
+    assert upright_size(open_file(path)) == whole.size == ((393, 521) if orientation == 6 else (521, 393))
+    for number in range(5):
+        box = random_box(whole.size, 0.9, number)
+        found = resized_box(open_file(path), box, side)
+        assert loaded.pop() == width
+        difference = np.abs(np.asarray(found, float) - whole.resize((side, side), Image.Resampling.BILINEAR, box))
+        assert difference.mean() < 1
+
+
+def test_batches_that_are_augmented_together_mix_by_shares_of_their_own():
+    found = batches(array_data(32), augmentation=Augmentation(mixup=1.0))
+    assert len({batch.targets.max(1).values.min().item() for batch in found}) == len(found) > 1
 
 
 def test_mixup_joins_images_and_targets_by_the_same_share():
@@ -564,5 +583,7 @@ def test_corrupt_image_is_left_out_of_an_evaluation(tmp_path, capsys, batch):
     assert torch.cat([batch.targets.argmax(1) for batch in found]).tolist() == labels
     for path in files.split("all").paths:
         path.write_bytes(b"")
-    with pytest.raises(InputError, match="none of the image files can be read"):
-        list(training_batches(files, 4, 0, 0, STILL, CPU))
+    files.train.squares.clear()
+    for workers in (0, 1):
+        with pytest.raises(InputError, match=r"^none of the image files can be read: check the data folder\.$"):
+            list(training_batches(files, 4, 0, 0, STILL, CPU, workers=workers))

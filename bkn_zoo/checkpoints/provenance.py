@@ -60,17 +60,12 @@ def launched(words: list[str]) -> list[str]:
     if processes() == 1:
         return ["python", *words] if script else words
     several = [f"--nnodes={machines()}"] if machines() > 1 else []
-    here = f"--nproc-per-node={local_processes()}"
+    here = f"--nproc-per-node={processes() // machines()}"
     return ["torchrun", *several, here, *([] if script else ["--no-python"]), *words]
 
 
-def local_processes() -> int:
-    """Those on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", processes()))
-
-
 def machines() -> int:
-    return processes() // local_processes()
+    return processes() // int(os.environ.get("LOCAL_WORLD_SIZE", processes()))
 
 
 def hardware() -> str:

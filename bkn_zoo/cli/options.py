@@ -97,8 +97,8 @@ def add_reading(parser: Parser) -> None:
     what = "a .csv or .jsonl file with file, label and perhaps split: train, val, test (default: by subfolders)"
     parser.add_argument("--labels", type=Path, metavar="FILE", help=what)
     add_device(parser)
-    what = "processes that decode image files (default: one per core with a GPU, otherwise 0: this process)"
-    parser.add_argument("--workers", type=whole_number(0), metavar="N", help=what)
+    what = "processes that decode image files (default: 0, decode in this process)"
+    parser.add_argument("--workers", type=whole_number(0), default=0, metavar="N", help=what)
 
 
 def _add_precision(parser: Parser, choices: Sequence[str] = PRECISIONS, default: str = "auto") -> None:

@@ -73,7 +73,7 @@ def open_file(path: str | os.PathLike[str]) -> ImageFile:
 def upright_size(image: ImageFile) -> tuple[int, int]:
     """Width and height of the upright image."""
     # Pillow turns a TIFF itself.
-    turned = orientation(image) > 4 and not isinstance(image, TiffImageFile)
+    turned = orientation(image) in (5, 6, 7, 8) and not isinstance(image, TiffImageFile)
     return image.size[::-1] if turned else image.size
 
 
@@ -95,11 +95,15 @@ def resized_box(image: ImageFile, box: Box, size: int) -> Image.Image:
     The decoder of a JPEG divides both sides by 2, 4 or 8 if the box keeps at least `size` x `size` pixels.
     """
     whole = upright_size(image)
-    factor = min(box[2] - box[0], box[3] - box[1]) / size
-    image.draft(None, (math.ceil(image.width / factor), math.ceil(image.height / factor)))
+    exact: tuple[float, float] = whole
+    if orientation(image) not in TURNS:
+        factor = min(box[2] - box[0], box[3] - box[1]) / size
+        drafted = image.draft(None, (math.ceil(image.width / factor), math.ceil(image.height / factor)))
+        # Sides that the decoder cannot divide end with a part of a pixel.
+        exact = drafted[1][2:] if drafted else whole
     shown = open_image(image)
-    ends = zip(box, 2 * shown.size, 2 * whole, strict=True)
-    within: Any = tuple(min(place * now / before, now) for place, now, before in ends)
+    ends = zip(box, 2 * exact, 2 * whole, 2 * shown.size, strict=True)
+    within: Any = tuple(min(place * part / before, now) for place, part, before, now in ends)
     return shown.resize((size, size), Image.Resampling.BILINEAR, within)
 
 

@@ -80,7 +80,7 @@ def build_graph(
             weigh(norms, Symbol(inputs[1]))
         for norm in norms:
             if norm.has_prior and (norm.gain == norm.gain[0]).all():
-                # OpenVINO fuses few operations with many inputs, and a number is not one of the inputs.
+                # OpenVINO fuses more operations with fewer inputs, and a number does not count as one.
                 norm.gain, norm.distrust = norm.gain[0], norm.distrust[0]
             if not norm.has_prior:
                 norm.register_forward_pre_hook(lambda norm, args: values.append(args[0].shape[2:].numel()))

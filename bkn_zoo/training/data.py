@@ -1,6 +1,5 @@
 """Batches of tensors on the device, which depend only on the seed, the epoch and their number."""
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -10,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from bkn_zoo.checkpoints.provenance import local_processes
-from bkn_zoo.cores import usable_cores
 from bkn_zoo.errors import ImageError, InputError
 from bkn_zoo.images import Preprocessing, enlarge, normalize, open_image
 from bkn_zoo.images.reading import open_file, resized_box, resized_square, upright_size
@@ -31,7 +28,7 @@ class Runtime(NamedTuple):
     """How a training runs: `workers` decode files, `quiet` prints nothing, `modes` are measured, `log` is a logger."""
 
     device: torch.device
-    workers: int | None = None
+    workers: int = 0
     quiet: bool = False
     modes: Sequence[str] = MODES
     log: str | None = None
@@ -39,7 +36,7 @@ class Runtime(NamedTuple):
 
 def training_batches(
     data: Data, batch: int, epoch: int, seed: int, augmentation: Augmentation, device: torch.device,
-    skip: int = 0, rank: int = 0, ranks: int = 1, workers: int | None = None,
+    skip: int = 0, rank: int = 0, ranks: int = 1, workers: int = 0,
 ) -> Iterator[Batch]:  # fmt: skip
     """The full, augmented batches of one epoch, starting with number `skip`, for process `rank` of `ranks`."""
     order = torch.randperm(len(data.train), generator=generator("cpu", seed, epoch))
@@ -49,13 +46,13 @@ def training_batches(
     if isinstance(data.train, FileImages):
         # Random crops are taken from the whole files.
         varied, together = replace(augmentation, scale=1.0), 1
-    # Batches are augmented in the same company after an interruption.
+    # After an interruption, batches are augmented together with the same others as before.
     first = skip // together * together
     rows = order[: count * batch * ranks].view(count, ranks, batch)[first:, rank]
     if isinstance(data.train, FileImages):
         crops = (augmentation.scale, seed, epoch) if augmentation.scale < 1 else None
         files = _Files(data.train, data.preprocessing, crops)
-        found = _read(files, device, workers, batch_sampler=rows.tolist())
+        found = _read(files, workers, batch_sampler=rows.tolist(), pin_memory=device.type == "cuda")
     else:
         several = (chosen.flatten() for chosen in rows.to(data.train.images.device).split(together))
         found = ((data.train.images[chosen], data.train.labels[chosen]) for chosen in several)
@@ -74,44 +71,35 @@ def training_batches(
 
 
 def evaluation_batches(
-    data: Data, images: Images, batch: int, device: torch.device, workers: int | None = None
+    data: Data, images: Images, batch: int, device: torch.device, workers: int = 0
 ) -> Iterator[Batch]:  # fmt: skip
     """All images in order, preprocessed as for inference. Unreadable files are left out."""
     classes = torch.eye(len(data.label_names), device=device)
     if isinstance(images, ArrayImages):
         found: Any = zip(images.images.split(batch), images.labels.split(batch), strict=True)
     else:
-        found = _read(_Files(images, data.preprocessing), device, workers, keep_all=False, batch_size=batch)
+        found = _read(_Files(images, data.preprocessing), workers, keep_all=False, batch_size=batch)
     for pixels, labels in found:
         # Images may have the native size of their data set.
         pixels = enlarge(pixels.to(device).float() / 255, data.preprocessing.size, data.preprocessing.interpolation)
         yield Batch(normalize(pixels, data.preprocessing), classes[labels.to(device)])
 
 
-def _read(
-    files: "_Files", device: torch.device, workers: int | None, keep_all: bool = True, **options: Any
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of files; those that could not be read were replaced by others, which are kept or not.
-
-    By default, with a GPU each core has a process; on a CPU the network needs the cores.
-    """
-    forks = sys.platform == "linux"  # elsewhere a program must be written for more processes
-    if workers is None:
-        workers = max(usable_cores() // local_processes(), 1) if device.type == "cuda" and forks else 0
-    if files.decoded():
-        workers = 0
-    loader = DataLoader(
-        files, num_workers=workers, worker_init_fn=leave_group, pin_memory=device.type == "cuda",
-        multiprocessing_context="fork" if workers and forks else None, **options,
-    )  # fmt: skip
-    for pixels, labels, wanted, rows in loader:
-        good = rows == wanted
-        files.images.report_broken(wanted[~good].tolist())
-        files.keep(rows.tolist(), pixels)
-        if keep_all or good.all():
-            yield pixels, labels
-        elif good.any():
-            yield pixels[good], labels[good]
+def _read(files: "_Files", workers: int, keep_all: bool = True, **options: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches of files; those that could not be read were replaced by others, which are kept or not."""
+    workers = 0 if files.decoded() else workers
+    loader = DataLoader(files, num_workers=workers, worker_init_fn=leave_group, **options)
+    try:
+        for pixels, labels, wanted, rows in loader:
+            good = rows == wanted
+            files.images.report_broken(wanted[~good].tolist())
+            files.keep(rows.tolist(), pixels)
+            if keep_all or good.all():
+                yield pixels, labels
+            elif good.any():
+                yield pixels[good], labels[good]
+    except InputError:  # that of another process contains its traceback
+        raise InputError("none of the image files can be read: check the data folder.") from None
 
 
 class _Files(Dataset[tuple[Tensor, int, int, int]]):
@@ -135,7 +123,7 @@ class _Files(Dataset[tuple[Tensor, int, int, int]]):
                 return self._pixels(row, wanted), self.images.labels[row], wanted, row
             except ImageError:
                 continue
-        raise InputError("none of the image files can be read: check the data folder.")
+        raise InputError("no image file can be read")
 
     def decoded(self) -> bool:
         """Whether all images are kept, but unreadable ones."""
@@ -144,10 +132,14 @@ class _Files(Dataset[tuple[Tensor, int, int, int]]):
 
     def keep(self, rows: list[int], pixels: Tensor) -> None:
         """Keep the squares of these rows, if all fit."""
-        keys = list(map(self._key, rows))
-        if self.keeps and not self.images.squares.keys() >= set(keys):
-            # A copy, because processes share little memory.
-            self.images.squares.update(zip(keys, pixels.clone(), strict=True))
+        for key, square in zip(map(self._key, rows), pixels, strict=True):
+            if self.keeps and key not in self.images.squares:
+                # A copy, because processes share little memory, and a part would keep its whole batch.
+                self.images.squares[key] = square.clone()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Other processes decode what is missing, and get no copy of the rest where they are not forked."""
+        return {**vars(self), "images": replace(self.images, squares={})}
 
     def _key(self, row: int) -> tuple[int, int, str, float]:
         return row, self.side, self.preprocessing.interpolation, self.preprocessing.crop

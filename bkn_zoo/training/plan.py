@@ -94,7 +94,7 @@ class TrainingPlan:
     results: Path
     device: str
     resume: bool = False
-    workers: int | None = None
+    workers: int = 0
     quiet: bool = False
     license: str | None = None
     statistics: Sequence[str] = MODES

@@ -37,7 +37,7 @@ def train(
     results: str | os.PathLike[str] | None = None,
     device: str | torch.device | None = None,
     resume: bool = False,
-    workers: int | None = None,
+    workers: int = 0,
     quiet: bool = False,
     license: str | None = None,
     statistics: Sequence[str] = MODES,
@@ -58,7 +58,7 @@ def train(
         name: name of the run and its checkpoint; by default that of the recipe with the overrides.
         output: folder of the run; by default runs/NAME. The checkpoint is in its subfolder NAME.
         results: folder of the record; by default results/runs in the output folder.
-        workers: processes that decode image files; by default one per core with a GPU, otherwise none.
+        workers: processes that decode image files.
         license: the licence that the checkpoint's card names, such as "mit"; by default none.
         statistics: the statistics modes to measure and to choose from; each takes time.
         labels: a CSV or JSON Lines file with file (relative to `data`), label and perhaps split, instead of subfolders.
