@@ -20,6 +20,7 @@ from studies.stats import mean_of, spread
 PLAN = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 TITLES, DIFFERENCES = PLAN["titles"], PLAN["differences"]
 DATASETS = ("cifar10", "cifar100")
+EARLIER = ", earlier weights"
 SETS = {"clean_hits": 1, "shifted_hits": 75}
 """How many sets of images the hits of a method are counted over: 15 corruptions at 5 severities under shift."""
 
@@ -32,11 +33,13 @@ class Shift(Study):
         from studies.render import frame
 
         found = list(records.values())
-        every = checkpoints(found)
+        every = checkpoints(records)
         tables = {"checkpoints": every}
         for dataset in DATASETS:
             tables |= {f"twins.{dataset}": twins(found, dataset), f"differences.{dataset}": differences(found, dataset)}
-        modes = [each for each in every if each["statistics"].strip("*`") in MODES]
+        modes = [
+            each for each in every if each["statistics"].strip("*`") in MODES and not each["network"].endswith(EARLIER)
+        ]
         page = {"differences.cifar10": tables.pop("differences.cifar10"), "modes": modes}
         shown = {DOCS / "shift.md": page, RESULTS / "tables" / self.name: tables}
         return {path: {name: frame(rows) for name, rows in each.items()} for path, each in shown.items()}
@@ -80,15 +83,19 @@ def twins(records: Sequence[Record], dataset: str) -> list[dict[str, str]]:
     ]
 
 
-def checkpoints(records: Sequence[Record]) -> list[dict[str, str]]:
-    """As twins, and the differences from the default mode."""
+def checkpoints(records: Mapping[str, Record]) -> list[dict[str, str]]:
+    """As twins, and the differences from the default mode and from the same mode of the earlier weights."""
     rows = []
-    for record in records:
+    for file, record in records.items():
+        name = f"`{record.get('checkpoint')}`" + EARLIER * file.endswith("-plain")
+        earlier = records.get(f"{file}-plain", {"methods": {}})["methods"]
         for method, summary in record["methods"].items() if "checkpoint" in record else ():
             default = record["methods"][record["default"]]
-            gaps = [signed(gap(summary, default, key)) if summary is not default else "-" for key in SETS]
-            against = {"against the default, clean": gaps[0], "against the default, shifted": gaps[1]}
-            rows.append(row(f"`{record['checkpoint']}`", method, [summary], default=summary is default) | against)
+            shown = row(name, method, [summary], default=summary is default)
+            for head, that in (("the default", default), ("earlier weights", earlier.get(method, summary))):
+                for key, images in zip(SETS, ("clean", "shifted"), strict=True):
+                    shown[f"against {head}, {images}"] = signed(gap(summary, that, key)) if that is not summary else "-"
+            rows.append(shown)
     return rows
 
 
