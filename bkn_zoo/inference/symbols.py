@@ -1,6 +1,7 @@
 """Symbols that replace tensors: a network's own code runs on them once and builds an OpenVINO graph."""
 
 import math
+import platform
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,6 +16,9 @@ try:
     from openvino import opset13 as ops
 except ImportError:  # an optional extra
     ov = None
+
+LARGE_MAP = 256
+"""Positions from which OpenVINO averages a map faster by a reduction than by a pooling, on x86_64."""
 
 
 def _operator(name: str) -> Callable[[Any, Any], Any]:
@@ -239,6 +243,13 @@ def _adaptive_avg_pool2d(x: Any, output_size: Any) -> Any:
     return avg_pool2d(x, [size // new for size, new in zip(sizes, wanted, strict=True)])
 
 
+def _mean_of_map(x: Any) -> Any:
+    # Arm was not measured, where a reduction might sum in f16.
+    if math.prod(list(x.shape)[2:]) >= LARGE_MAP and platform.machine() in ("x86_64", "AMD64"):
+        return ops.reduce_mean(x, _node(torch.tensor([2, 3])), True)
+    return avg_pool2d(x, list(x.shape)[2:])
+
+
 def _statistics(x: Any, *_: Any) -> tuple[Any, Any]:
     """Mean and variance of an image's channels, like `torch.batch_norm_update_stats`."""
     # Deviations instead of E[x^2] - E[x]^2, which loses precision for large means and costs as much. One operation
@@ -246,8 +257,8 @@ def _statistics(x: Any, *_: Any) -> tuple[Any, Any]:
     if len(x.shape) != 4:
         x = reshape(x, [1, x.shape[1], -1, 1])
         x = x.output(0)
-    mean = avg_pool2d(x, x.shape[2:])
-    var = avg_pool2d(ops.squared_difference(x, mean), x.shape[2:])
+    mean = _mean_of_map(x)
+    var = _mean_of_map(ops.squared_difference(x, mean))
     return ops.reshape(mean, [-1], False), ops.reshape(var, [-1], False)
 
 
