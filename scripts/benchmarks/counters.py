@@ -15,7 +15,10 @@ from bkn_zoo.inference.openvino_graph import Graph, build_graph, compiled
 from bkn_zoo.modes import Statistics
 
 CHECKPOINTS = ["resnet101_bkn.tiny_imagenet", "inception_v2_bkn.tiny_imagenet"]
-KINDS = {"Convolution": "convolutions", "FullyConnected": "products", "Subgraph": "subgraphs", "AvgPool": "poolings"}
+KINDS = {
+    "Convolution": "convolutions", "FullyConnected": "products", "Subgraph": "subgraphs", "AvgPool": "poolings",
+    "ReduceMean": "poolings",
+}  # fmt: skip
 
 
 def count(graph: Graph, image: torch.Tensor, images: int) -> tuple[dict[str, float], dict[str, int]]:
