@@ -245,7 +245,7 @@ def near_population():
 @needs_openvino
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 def test_graphs_for_bf16_compute_the_same_on_all_processors(small, machine, monkeypatch):
-    monkeypatch.setattr(openvino_graph.platform, "machine", lambda: machine)
+    monkeypatch.setattr(symbols.platform, "machine", lambda: machine)
     for network, images in ((small, photographs(1, 16)), (near_population(), photographs(1, 8))):
         built, _ = openvino_graph.build_graph(prepare(network, SAMPLE), images.shape[1:], False, {PRECISION: "bf16"})
         # Exact on every processor.

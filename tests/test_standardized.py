@@ -16,7 +16,7 @@ import bkn_zoo
 from bkn_zoo import kernels
 from bkn_zoo.errors import ConversionError, InputError
 from bkn_zoo.images import Preprocessing
-from bkn_zoo.inference import folding, openvino_graph
+from bkn_zoo.inference import folding, openvino_graph, symbols
 from bkn_zoo.inference.engines import create_engine
 from bkn_zoo.inference.graph_cache import PRECISION
 from bkn_zoo.models import registry
@@ -314,7 +314,7 @@ def test_graphs_for_bf16_compute_the_same(small, whole_network, monkeypatch):
     """Graphs for AMX join products, also where only one of the norms with the same prior has factors."""
     pytest.importorskip("openvino")
     monkeypatch.setattr(folding, "SMALL_TRANSITION", small)
-    monkeypatch.setattr(openvino_graph.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(symbols.platform, "machine", lambda: "x86_64")
     model, x = trained(**OPTIONS), torch.randn(1, 3, 32, 32)
     network = folding.prepare(model, Statistics("sample"))
     built, _ = openvino_graph.build_graph(network, x.shape[1:], False, {PRECISION: "bf16"})

@@ -1,7 +1,6 @@
 """Builds an OpenVINO graph of a network: its own code runs once on a symbol, which records the operations."""
 
 import functools
-import platform
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import Tensor
 from bkn_zoo.errors import InputError
 from bkn_zoo.inference.folding import ImageNorm, in_float32, weigh
 from bkn_zoo.inference.graph_cache import PRECISION, cache_folder, core, delete_old_graphs
-from bkn_zoo.inference.symbols import Symbol, _node, avg_pool2d, ov
+from bkn_zoo.inference.symbols import Symbol, _node, avg_pool2d, on_x86, ov
 from bkn_zoo.models.network import BeliefNetwork
 from bkn_zoo.modes import Statistics
 from bkn_zoo.norms.kalman import Belief
@@ -69,7 +68,7 @@ def build_graph(
     """
     inputs = [ops.parameter([1, *shape])]
     precision = options.get(PRECISION)
-    pairs = precision == "bf16" and platform.machine() in ("x86_64", "AMD64")
+    pairs = precision == "bf16" and on_x86()
     beliefs: list[Belief] = []
     # Per channel, of norms without a prior.
     values: list[int] = []
@@ -172,7 +171,8 @@ def _pair_products(model: Any, beliefs: list[Belief]) -> None:
             continue
         both = [found[0] for found in pair]
         matrices = [_constant(node.input_value(1).get_node()).data for node in both]
-        if matrices[0].shape != matrices[1].shape:  # merged with a factor of another layer's A
+        # A product may have been merged with a factor of another layer's A.
+        if matrices[0].shape != matrices[1].shape:
             continue
         rows = ops.reshape(ops.concat([node.input_value(0) for node in both], 0), [2, 1, -1], False)
         joint = ops.matmul(rows, _node(torch.from_numpy(np.stack(matrices))), False, True)

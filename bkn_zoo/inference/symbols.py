@@ -197,12 +197,24 @@ def _batch_norm(
     return ops.add(ops.multiply(x, _per_channel(scale, len(x.shape))), _per_channel(shift, len(x.shape)))
 
 
+def on_x86() -> bool:
+    return platform.machine() in ("x86_64", "AMD64")
+
+
+def _mean_of_map(x: Any) -> Any:
+    """The mean over height and width, by the faster operation. In f16, poolings are made exact later."""
+    # On Arm a reduction was not measured, and it might sum in f16.
+    if math.prod(list(x.shape)[2:]) >= LARGE_MAP and on_x86():
+        return ops.reduce_mean(x, _node(torch.tensor([2, 3])), True)
+    return avg_pool2d(x, list(x.shape)[2:])
+
+
 def _mean(x: Any, dim: Any = None, keepdim: bool = False, **_: Any) -> Any:
     ndim = len(x.shape)
     dims = range(ndim) if dim is None else [dim] if isinstance(dim, int) else dim
     dims = sorted(each % ndim for each in dims)
-    if ndim == 4 and dims == [2, 3]:  # faster than a reduction, and made exact in f16 later
-        mean = avg_pool2d(x, list(x.shape)[2:])
+    if ndim == 4 and dims == [2, 3]:
+        mean = _mean_of_map(x)
         return mean if keepdim else reshape(mean.output(0), list(x.shape)[:2])
     return ops.reduce_mean(x, _node(torch.tensor(dims)), keepdim)
 
@@ -241,13 +253,6 @@ def _adaptive_avg_pool2d(x: Any, output_size: Any) -> Any:
     if any(size % new for size, new in zip(sizes, wanted, strict=True)):
         raise InputError("the OpenVINO engine cannot translate this average pooling: choose engine='torch'.")
     return avg_pool2d(x, [size // new for size, new in zip(sizes, wanted, strict=True)])
-
-
-def _mean_of_map(x: Any) -> Any:
-    # Arm was not measured, where a reduction might sum in f16.
-    if math.prod(list(x.shape)[2:]) >= LARGE_MAP and platform.machine() in ("x86_64", "AMD64"):
-        return ops.reduce_mean(x, _node(torch.tensor([2, 3])), True)
-    return avg_pool2d(x, list(x.shape)[2:])
 
 
 def _statistics(x: Any, *_: Any) -> tuple[Any, Any]:
