@@ -373,7 +373,8 @@ def test_files_are_decoded_once(tmp_path, workers):
 def test_kept_squares_take_the_memory_of_the_set(tmp_path):
     data = load_data("folder", write_tree(tmp_path, per_class=10), size=16)
     for epoch in range(3):
-        batches(data, epoch=epoch)  # of 8 images: some are left over, others in each epoch
+        # Of 8 images: some are left over, others in each epoch.
+        batches(data, epoch=epoch)
     kept = {
         square.untyped_storage().data_ptr(): square.untyped_storage().nbytes() for square in data.train.squares.values()
     }
@@ -392,7 +393,8 @@ def test_processes_only_start_for_what_is_not_decoded(tmp_path, monkeypatch):
         list(evaluation_batches(data, data.train, 8, CPU, workers=3))
     assert started == [3, 0]
     files = data_module._Files(data.train, data.preprocessing)
-    assert pickle.loads(pickle.dumps(files)).images.squares == {}  # what a process gets that is not forked
+    # A process that is not forked gets a pickle.
+    assert pickle.loads(pickle.dumps(files)).images.squares == {}
     assert data.train.squares
 
 
@@ -504,7 +506,7 @@ def test_jpeg_is_decoded_no_larger_than_a_box_needs(tmp_path, monkeypatch, orien
         assert difference.mean() < 1
 
 
-def test_batches_that_are_augmented_together_mix_by_shares_of_their_own():
+def test_batches_augmented_together_mix_by_their_own_shares():
     found = batches(array_data(32), augmentation=Augmentation(mixup=1.0))
     assert len({batch.targets.max(1).values.min().item() for batch in found}) == len(found) > 1
 

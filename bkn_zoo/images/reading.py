@@ -24,7 +24,8 @@ MAX_PIXELS = 50_000_000
 MAX_ROWS = 65_535  # as in JPEG; Pillow needs memory for each row, even a short one
 BYTES_PER_PIXEL = 8  # of the largest files: uncompressed RGBA with 16 bits
 
-Box = tuple[float, float, float, float]  # left, top, right, bottom
+# Left, top, right, bottom.
+Box = tuple[float, float, float, float]
 ImageSource = bytes | bytearray | memoryview | str | os.PathLike[str] | Image.Image | np.ndarray
 
 # By the orientation in EXIF.
@@ -77,16 +78,12 @@ def upright_size(image: ImageFile) -> tuple[int, int]:
     return image.size[::-1] if turned else image.size
 
 
-def central_box(size: tuple[int, int], crop: float = 1.0) -> Box:
-    """The largest square in the middle, or a part of it."""
-    side = min(size) * crop
-    left, top = (size[0] - side) / 2, (size[1] - side) / 2
-    return left, top, left + side, top + side
-
-
 def resized_square(image: Image.Image, size: int, interpolation: str = "bilinear", crop: float = 1.0) -> Image.Image:
     """The largest square in the middle of an image, or a part of it, resized."""
-    return image.resize((size, size), Image.Resampling[interpolation.upper()], central_box(image.size, crop))
+    side = min(image.size) * crop
+    left, top = (image.width - side) / 2, (image.height - side) / 2
+    method = Image.Resampling[interpolation.upper()]
+    return image.resize((size, size), method, box=(left, top, left + side, top + side))
 
 
 def resized_box(image: ImageFile, box: Box, size: int) -> Image.Image:
