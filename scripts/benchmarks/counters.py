@@ -16,9 +16,12 @@ from bkn_zoo.modes import Statistics
 
 CHECKPOINTS = ["resnet101_bkn.tiny_imagenet", "inception_v2_bkn.tiny_imagenet"]
 KINDS = {
-    "Convolution": "convolutions", "FullyConnected": "products", "Subgraph": "subgraphs", "AvgPool": "poolings",
+    "Convolution": "convolutions",
+    "FullyConnected": "products",
+    "Subgraph": "subgraphs",
+    "AvgPool": "poolings",
     "ReduceMean": "poolings",
-}  # fmt: skip
+}
 
 
 def count(graph: Graph, image: torch.Tensor, images: int) -> tuple[dict[str, float], dict[str, int]]:

@@ -10,13 +10,17 @@ from statistics import mean
 from typing import Any
 
 from studies.base import DOCS, RESULTS, Record, Study
-from studies.stats import Deviation, Difference, gaps, mean_of, spread, typical
+from studies.stats import Difference, gaps, mean_of, spread, typical_of_pairs
 
 ARMS = {
-    "bn": "BN", "gn": "GroupNorm, standardized weights", "evonorm": "EvoNorm-S0", "bkn": "BKN",
+    "bn": "BN",
+    "gn": "GroupNorm, standardized weights",
+    "evonorm": "EvoNorm-S0",
+    "bkn": "BKN",
     "bkns": "BKN, standardized weights",
-}  # fmt: skip
-OURS = "bkns"  # compared with each other arm
+}
+# Compared with each other arm.
+OURS = "bkns"
 SAYS = {"held": "ahead", "did not hold": "behind", "within chance": "within chance"}
 
 Finals = Mapping[str, Sequence[Record]]
@@ -53,38 +57,44 @@ def chosen(runs: Sequence[Record]) -> dict[int, float]:
 
 
 def leads(finals: Finals) -> dict[str, Difference]:
-    """Our arm less each other one, paired by seed, with the deviation of the pairs or the typical one, if larger.
-
-    The differences share an arm: the degrees of freedom are those of as many as have none in common.
-    """
+    """Our arm less each other one, paired by seed, with the deviation of the pairs or the typical one, if larger."""
     found = {arm: gaps(chosen(finals[OURS]), chosen(runs)) for arm, runs in finals.items() if arm != OURS}
-    usual = typical(found.values())
-    assert usual
-    usual = Deviation(usual.value, usual.freedom * len(finals) / 2 / len(found))
+    usual = typical_of_pairs(list(found.values()), len(finals))
     return {arm: mean_of(each, usual=usual) for arm, each in found.items()}
 
 
 def results(finals: Finals) -> list[dict[str, Any]]:
     return [
         {
-            "arm": ARMS[arm], "statistics": mode, "chosen": "yes" if mode == chosen_mode(runs) else "no",
+            "arm": ARMS[arm],
+            "statistics": mode,
+            "chosen": "yes" if mode == chosen_mode(runs) else "no",
             "mean IoU (%)": spread(by_seed(runs, mode).values()),
             "on validation images": spread(by_seed(runs, mode, "validation").values()),
-            "learning rate": f"{runs[0]['lr']:g}", "seeds": len(runs),
+            "learning rate": f"{runs[0]['lr']:g}",
+            "seeds": len(runs),
             "seconds": round(mean(run["seconds"] for run in runs)),
-            **{name: pick((gain for run in runs for gain in run["gain"].values()), default=None)
-               for name, pick in (("smallest gain", min), ("largest gain", max))},
+            **{
+                name: pick((gain for run in runs for gain in run["gain"].values()), default=None)
+                for name, pick in (("smallest gain", min), ("largest gain", max))
+            },
         }
-        for arm, runs in finals.items() for mode in runs[0]["test"]
-    ]  # fmt: skip
+        for arm, runs in finals.items()
+        for mode in runs[0]["test"]
+    ]
 
 
 def differences(finals: Finals) -> list[dict[str, Any]]:
     return [
-        {"against": ARMS[arm], "points": str(gap), "95 % interval": f"± {gap.margin:.2f}",
-         "verdict": SAYS[gap.verdict()], "seeds": gap.seeds[0]}
+        {
+            "against": ARMS[arm],
+            "points": str(gap),
+            "95 % interval": f"± {gap.margin:.2f}",
+            "verdict": SAYS[gap.verdict()],
+            "seeds": gap.seeds[0],
+        }
         for arm, gap in leads(finals).items()
-    ]  # fmt: skip
+    ]
 
 
 def summary(finals: Finals) -> list[dict[str, Any]]:
@@ -92,9 +102,10 @@ def summary(finals: Finals) -> list[dict[str, Any]]:
     found = {arm: f"{gap} ({SAYS[gap.verdict()]})" for arm, gap in leads(finals).items()}
     return [
         {
-            "norm": ARMS[arm], "mean IoU (%), best statistics": spread(chosen(runs).values(), 1),
+            "norm": ARMS[arm],
+            "mean IoU (%), best statistics": spread(chosen(runs).values(), 1),
             "`population`": spread(by_seed(runs, "population").values(), 1) if "population" in runs[0]["test"] else "",
             f"{ARMS[OURS]}, less this": found.get(arm, ""),
         }
         for arm, runs in sorted(finals.items(), key=lambda arm: -mean(chosen(arm[1]).values()))
-    ]  # fmt: skip
+    ]

@@ -15,9 +15,14 @@ from bkn_zoo.training.recipes import Augmentation, Recipe, read_recipe
 
 Record = Mapping[str, Any]
 NORMS = {
-    "bkn": "BKN", "bn": "BN", "brn": "BRN", "gn": "GroupNorm", "evonorm": "EvoNorm-S0", "frn": "FRN",
+    "bkn": "BKN",
+    "bn": "BN",
+    "brn": "BRN",
+    "gn": "GroupNorm",
+    "evonorm": "EvoNorm-S0",
+    "frn": "FRN",
     "bnplain": "BN, plain scale and shift before the pooling",
-}  # fmt: skip
+}
 CLASSES = {"cifar10": 10, "cifar100": 100, "tiny_imagenet": 200, "imagenet": 1000}
 """The number of classes of a data set, by its name in a recipe."""
 LAUNCHING = "graph", "compile"

@@ -12,7 +12,7 @@ from bkn_zoo.modes import MODES
 from studies.base import Record
 from studies.records import CLASSES, best_mode, chosen_statistics, learned, measured
 from studies.replication_plan import Arm, Plan, Training, listed
-from studies.stats import Deviation, Difference, between, gaps, mean_of, typical
+from studies.stats import Deviation, Difference, between, gaps, mean_of, typical, typical_of_pairs
 
 
 @dataclass(frozen=True)
@@ -81,17 +81,12 @@ def deviation(setting: str, plan: Plan, records: Mapping[str, Record], images: s
 
 
 def paired_deviation(setting: str, plan: Plan, records: Mapping[str, Record]) -> Deviation | None:
-    """The typical deviation of a setting's differences between runs with the same seed.
-
-    Differences that share an arm are not independent: the degrees of freedom are those of as many as have none in
-    common, half as many as there are arms.
-    """
+    """The typical deviation of a setting's differences between runs with the same seed."""
     claims = [claim for each in plan.experiments if each.paired for claim in each.differences]
     pairs = [[best(listed(claim[side]), plan, records) for side in ("this", "that")] for claim in claims]
     pairs = [pair for pair in pairs if pair[0].arm.setting == setting]
-    found = typical(gaps(this.by_seed(), that.by_seed()) for this, that in pairs)
     arms = {each.arm.name for pair in pairs for each in pair if each.records}
-    return found and Deviation(found.value, found.freedom * min(1.0, len(arms) / 2 / len(pairs)))
+    return typical_of_pairs([gaps(this.by_seed(), that.by_seed()) for this, that in pairs], len(arms))
 
 
 def verdict(claim: Mapping[str, Any], found: Difference) -> str:

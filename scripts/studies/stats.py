@@ -41,6 +41,16 @@ def typical(arms: Iterable[Sequence[float]]) -> Deviation | None:
     return Deviation(math.exp(mean(logs) / 2), 2 * inverse_trigamma(scatter))
 
 
+def typical_of_pairs(pairs: Sequence[Sequence[float]], arms: int) -> Deviation | None:
+    """The typical deviation of differences between this many arms, paired by seed.
+
+    Differences that share an arm are not independent: the degrees of freedom are those of as many as have none in
+    common, half as many as there are arms.
+    """
+    found = typical(pairs)
+    return found and Deviation(found.value, found.freedom * min(1.0, arms / 2 / len(pairs)))
+
+
 @cache
 def inverse_trigamma(value: float) -> float:
     """The argument at which the trigamma function, which falls from infinity to zero, has this value."""
