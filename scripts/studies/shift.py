@@ -1,7 +1,8 @@
 """Robustness under distribution shift: the tables of docs/shift.md that compare norms and modes, from its records.
 
 The runs are finished; the history of this repository has the code that made the corruptions and measured the networks,
-until commit 25e6aea. A record of results/shift/ is one network: `methods` has accuracy by statistics at inference.
+until commit 25e6aea. Commit 30af943b has the script for today's checkpoints. A record of results/shift/ is one network:
+`methods` has accuracy by statistics at inference.
 """
 
 import base64
@@ -9,6 +10,7 @@ import tomllib
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -34,7 +36,7 @@ class Shift(Study):
 
         found = list(records.values())
         every = checkpoints(records)
-        tables = {"checkpoints": every}
+        tables = {"checkpoints": every, "by_corruption": by_corruption(records)}
         for dataset in DATASETS:
             tables |= {f"twins.{dataset}": twins(found, dataset), f"differences.{dataset}": differences(found, dataset)}
         modes = [
@@ -88,15 +90,28 @@ def checkpoints(records: Mapping[str, Record]) -> list[dict[str, str]]:
     rows = []
     for file, record in records.items():
         name = f"`{record.get('checkpoint')}`" + EARLIER * file.endswith("-plain")
-        earlier = records.get(f"{file}-plain", {"methods": {}})["methods"]
+        earlier = records[f"{file}-plain"]["methods"] if f"{file}-plain" in records else {}
         for method, summary in record["methods"].items() if "checkpoint" in record else ():
             default = record["methods"][record["default"]]
             shown = row(name, method, [summary], default=summary is default)
+            # A method is not compared with itself.
             for head, that in (("the default", default), ("earlier weights", earlier.get(method, summary))):
                 for key, images in zip(SETS, ("clean", "shifted"), strict=True):
                     shown[f"against {head}, {images}"] = signed(gap(summary, that, key)) if that is not summary else "-"
             rows.append(shown)
     return rows
+
+
+def by_corruption(records: Mapping[str, Record]) -> list[dict[str, str]]:
+    """The accuracy of today's checkpoints, as the mean over the severities of a corruption."""
+    return [
+        {"network": record["checkpoint"], "corruption": corruption}
+        | {mode: f"{mean(found[mode]['by_corruption'][corruption]):.1f}" for mode in MODES if mode in found}
+        for file, record in records.items()
+        if "checkpoint" in record and not file.endswith("-plain")
+        for found in [record["methods"]]
+        for corruption in found["sample"]["by_corruption"]
+    ]
 
 
 def hits(summary: Mapping[str, Any], key: str) -> np.ndarray:
