@@ -21,6 +21,7 @@ from bkn_zoo.inference.engines import create_engine
 from bkn_zoo.inference.graph_cache import PRECISION
 from bkn_zoo.models import registry
 from bkn_zoo.norms import MODES, BatchKalmanNorm2d, Belief, Statistics
+from bkn_zoo.norms.batch_kalman import multiplied_once
 from bkn_zoo.norms.standardized import (
     StandardizedConv,
     StandardizedConv2d,
@@ -258,6 +259,45 @@ def test_rank_equals_the_materialized_transition():
     assert_close(outputs[0], outputs[1])
     assert_close(low.transition["left"].grad, full.transition.grad @ low.transition["right"].T)
     assert_close(low.transition["right"].grad, low.transition["left"].T @ full.transition.grad)
+
+
+@pytest.mark.skipif(not kernels.HAS_TRITON, reason="needs Triton")
+@pytest.mark.parametrize("frozen", ["", "left", "right"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_a_network_equal_those_of_layers(dtype, frozen):
+    """In float32 under autocast, too."""
+    network = nn.ModuleList(BatchKalmanNorm2d(24, below, transition_rank=3) for below in (30, 30, 40)).to(DEVICE, dtype)
+    for layer in network:
+        nn.init.normal_(layer.transition["left"])
+        layer.transition.get_parameter(frozen or "left").requires_grad_(not frozen)
+    network[1].transition.requires_grad_(True)
+    x, rows = torch.randn(4, 24, 3, 3, device=DEVICE, dtype=dtype), torch.rand(1, 40, device=DEVICE)
+    priors = [Belief(rows[:, : layer.prior_features], 1 + rows[:, : layer.prior_features]) for layer in network]
+
+    def outputs(run):
+        return [run(layer, prior)[0] for layer, prior in zip(network, priors, strict=True)]
+
+    def gradients(ys):
+        sum(y.float().pow(3).sum() for y in ys).backward()
+        found = [parameter.grad for parameter in network.parameters()]
+        network.zero_grad()
+        return found
+
+    def checkpointed(layer, prior):
+        return checkpoint(layer, x, prior, use_reentrant=False)
+
+    with kernels.use("triton"):
+        wanted = gradients(outputs(lambda layer, prior: layer(x, prior)))
+        with multiplied_once(network, x):
+            recomputed = gradients(outputs(checkpointed))
+        with torch.autocast(x.device.type, torch.bfloat16), multiplied_once(network, x):
+            for layer in network:
+                left, right = (factor.detach().double() for factor in layer.factors)
+                assert_close(layer._ready.double(), left @ right, rtol=1e-5, atol=1e-6)
+            ys = outputs(lambda layer, prior: layer(x, prior))
+    assert all(layer._ready is None for layer in network)
+    assert_close(gradients(ys), wanted)
+    assert_close(recomputed, wanted)
 
 
 def test_rank_that_saves_nothing_gives_the_full_matrix():

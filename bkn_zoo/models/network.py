@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from bkn_zoo.errors import CheckpointError, InputError, few_names
 from bkn_zoo.modes import Statistics, check_mode, choose_statistics
-from bkn_zoo.norms.batch_kalman import OneNoise
+from bkn_zoo.norms.batch_kalman import OneNoise, multiplied_once
 from bkn_zoo.norms.kalman import Belief
 from bkn_zoo.norms.standardized import standardized_once
 from bkn_zoo.upper import upper
@@ -91,9 +92,10 @@ class Network(BeliefNetwork, OneNoise):
         chosen = choose_statistics(self.training, statistics, self.statistics_batch_size, self.default_statistics)
         if images.shape[0] == 0:  # an empty batch has no statistics and needs none
             chosen = Statistics("population")
-        if not self.standardized_weights or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return self.features(images, chosen)
-        with standardized_once(self):
+        multiplied = multiplied_once(self, images) if self.norm_options.get("transition_rank") else nullcontext()
+        with standardized_once(self) if self.standardized_weights else nullcontext(), multiplied:
             return self.features(images, chosen)
 
     def reset_classifier(self, num_classes: int) -> None:

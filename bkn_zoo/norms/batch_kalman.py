@@ -3,16 +3,20 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bkn_zoo import kernels
 from bkn_zoo.errors import InputError
+from bkn_zoo.kernels.conditions import observed_by_pytorch
 from bkn_zoo.norms.kalman import Belief, Factors, predict, update
 from bkn_zoo.norms.running import KalmanArguments, RunningNorm
 from bkn_zoo.norms.statistics import in_full_precision, without_autocast
+from bkn_zoo.torch_internals import saved_tensors_are_hooked
 
 INITIAL_GAIN = 0.5
 INITIAL_PROCESS_NOISE = 1.0
@@ -68,6 +72,7 @@ class BatchKalmanNorm(RunningNorm):
     initial_gain = INITIAL_GAIN  # the value of q after `reset_parameters`
     centered = False
     kernels_predict = False  # whether the kernels can predict: they support a full A without a center
+    _ready: Tensor | None = None  # A = U V, set by `multiplied_once`
     transition: Any
     raw_process_noise: nn.Parameter
     raw_gain: nn.Parameter
@@ -162,8 +167,9 @@ class BatchKalmanNorm(RunningNorm):
     @property
     def factors(self) -> Factors | None:
         """U and V of a layer with `transition_rank`, if its A is their product."""
-        found = self.transition
-        return Factors(found["left"], found["right"]) if isinstance(found, nn.ParameterDict) else None
+        found: Any = self._modules.get("transition")
+        low_rank = isinstance(found, nn.ParameterDict)
+        return Factors(found.left, found.right) if low_rank else None
 
     @property
     def transition_blocks(self) -> list[nn.Parameter]:
@@ -269,11 +275,14 @@ class BatchKalmanNorm(RunningNorm):
         if not self.has_prior:
             return None, None, None, None, None
         if self.kernels_predict:
-            transition, raw_process_noise, raw_gain = self.own(*KALMAN)
-            if isinstance(transition, nn.ParameterDict):
-                with without_autocast(raw_gain):
-                    transition = in_full_precision(transition["left"]) @ in_full_precision(transition["right"])
-            return *self._checked(prior, groups), transition, raw_process_noise, raw_gain
+            transition: Any = self._ready
+            # Activation checkpointing runs a layer twice, which must save the same tensors, and the second time alone.
+            if transition is None or saved_tensors_are_hooked():
+                transition = self.factors or self.transition
+                if isinstance(transition, Factors):
+                    with without_autocast(transition.left):
+                        transition = torch.mm(*map(in_full_precision, transition))
+            return *self._checked(prior, groups), transition, *self.own("raw_process_noise", "raw_gain")
         with without_autocast(self.raw_gain):
             return *self.predicted(prior, groups), None, None, self.logit()
 
@@ -299,6 +308,26 @@ class BatchKalmanNorm(RunningNorm):
         if self.has_prior and self.prior_features is None:
             text += ", initial_belief=True"
         return text if self.link is None else f"{text}, below: {', '.join(self.link.below()) or 'none'}"
+
+
+@contextmanager
+def multiplied_once(network: nn.Module, x: Tensor) -> Iterator[None]:
+    """Multiply the factors of all layers, those of one shape together, for a training step on `x` with the kernels."""
+    kinds: dict[Any, list[tuple[Any, Tensor, Tensor]]] = {}
+    suits = network.training and torch.is_grad_enabled() and kernels.chosen(x) and not observed_by_pytorch(x)
+    for layer in network.modules() if suits else ():
+        if isinstance(layer, BatchKalmanNorm) and layer.kernels_predict and layer.training and (own := layer.factors):
+            kinds.setdefault((own.left.shape, own.right.shape, own.left.device), []).append((layer, *own))
+    try:
+        for layers, *factors in (zip(*several, strict=True) for several in kinds.values()):
+            with without_autocast(x):
+                products = torch.bmm(*(in_full_precision(torch.stack(part)) for part in factors)).unbind()
+            for layer, product in zip(layers, products, strict=True):
+                layer.__dict__["_ready"] = product
+        yield
+    finally:
+        for layer, _, _ in chain(*kinds.values()):
+            layer.__dict__["_ready"] = None
 
 
 def held(rows: Tensor, gain: Tensor) -> Tensor:

@@ -239,8 +239,7 @@ class RunningNorm(nn.Module):
         own = 0.0 if statistics.group is None else 1 / statistics.group
         weight, bias = self.own("weight", "bias")
         y, mean, var = kernels.fused_norm(
-            x, weight, bias, *kalman, residual, running, group, self.eps, self.momentum or 0.0, relu,
-            partners, own,
+            x, weight, bias, *kalman, residual, running, group, self.eps, self.momentum or 0.0, relu, partners, own,
         )  # fmt: skip
         return y, Belief(mean, var)
 
