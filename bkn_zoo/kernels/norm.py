@@ -69,15 +69,11 @@ class Norm(torch.autograd.Function):
         observed: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         launch = torch.ops.bkn_zoo.norm if observed else norm_launch.forward
-        y, beliefs = launch(
-            x, weight, bias, prior_mean, prior_var, transition, raw_process_noise, raw_gain, residual, running, group,
-            eps, momentum, relu, [], 0.0,
-        )  # fmt: skip
+        below = prior_mean, prior_var, transition, raw_process_noise, raw_gain
+        y, beliefs = launch(x, weight, bias, *below, residual, running, group, eps, momentum, relu, [], 0.0)
         # The sign of a sum with a residual cannot be recomputed from x, and the layer above keeps y anyway.
         kept = y if relu and residual is not None else None
-        ctx.save_for_backward(
-            x, kept, weight, bias, beliefs, prior_mean, prior_var, transition, raw_process_noise, raw_gain
-        )
+        ctx.save_for_backward(x, kept, weight, bias, beliefs, *below)
         ctx.settings, ctx.has_residual = (group, eps, relu), residual is not None
         ctx.set_materialize_grads(False)
         return y, beliefs[0], beliefs[1]
@@ -107,16 +103,16 @@ def gradients_of(ctx: Any, dy: Tensor | None, dmean: Tensor | None, dvar: Tensor
     elif kept is None:
         dresidual = dy.to(x.dtype)
     _, _, transition, raw_process_noise, raw_gain = below
-    inner, *sizes = parameter_sizes(weight, transition, raw_process_noise, raw_gain)
-    dtransition, others = torch.split_with_sizes(dparameters, [inner, sum(sizes)])
-    if inner and not ctx.needs_input_grad[5]:
-        others = others.clone()  # A is frozen, so free the memory of its gradient
-    dweight, dbias, dnoise, dgain = torch.split_with_sizes(others, sizes)
+    sizes = parameter_sizes(weight, transition, raw_process_noise, raw_gain)
+    if transition is not None and not ctx.needs_input_grad[5]:
+        # A is frozen, so free the memory of its gradient.
+        dparameters, sizes[0] = dparameters[sizes[0] :].clone(), 0
+    dtransition, dweight, dbias, dnoise, dgain = torch.split_with_sizes(dparameters, sizes)
     below = [None] * 5
     if raw_gain is not None:
         below = [*dpriors.unbind(), None, None, dgain]
     if transition is not None:
-        below[2:4] = dtransition.view_as(transition), dnoise
+        below[2:4] = dtransition.view_as(transition) if sizes[0] else None, dnoise
     return dx, dweight, dbias, *below, dresidual, None, None, None, None, None, None
 
 

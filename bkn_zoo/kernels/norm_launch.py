@@ -159,9 +159,7 @@ class Shape(NamedTuple):
     processors: int
 
     def tiling(self, backward: bool) -> Tiling:
-        return choose_tiling(
-            self.images, self.channels, self.positions, self.channels_last, backward, self.processors
-        )  # fmt: skip
+        return choose_tiling(self.images, self.channels, self.positions, self.channels_last, backward, self.processors)
 
     def values(self, tiling: Tiling) -> dict[str, Any]:
         """The arguments of the kernels of both directions."""
