@@ -1,7 +1,7 @@
 """Images per second from JPEG files to batches on the device: `benchmark.py loading`.
 
 Our loader in its first epoch and in later ones, which find squares decoded; timm's loader; nvJPEG on a GPU, which only
-decodes and resizes; and a training step on images that are there already.
+decodes and resizes; and a training step on images that are there already, captured on a GPU.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from torchvision.io import decode_jpeg, read_file
 
 import bkn_zoo
 from benchmarks.common import MACHINE, add_command, interleaved, record, save, show, synchronize
-from benchmarks.train import training_step
+from benchmarks.train import graphed, training_step
 from bkn_zoo.cores import usable_cores
 from bkn_zoo.training.data import training_batches
 from bkn_zoo.training.datasets import load_data
@@ -87,6 +87,9 @@ def steps(network: str, side: int, batch: int, device: torch.device, count: int)
     model.statistics_batch_size = 4
     images = torch.randn(batch, 3, side, side, device=device).contiguous(memory_format=torch.channels_last)
     step = training_step(model, "eager", images, torch.zeros(batch, dtype=torch.long, device=device))
+    if device.type == "cuda":
+        step()
+        step = graphed(step)
 
     def epoch() -> int:
         for _ in range(count):
