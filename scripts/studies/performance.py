@@ -201,6 +201,7 @@ def tables(records: Records, results: Path, checkpoints: Path) -> dict[str, Cont
         ),
         "train_16": several(TRAIN_GPU, 16),
         "train_256": several(TRAIN_GPU, 256),
+        "train_options": several(["train_standardized", "train_rank"]),
         "rooflines": _table(rooflines),
         "train_cpu": several(["train_cpu"]),
         "infer_cuda": several(["infer_cuda"]),
