@@ -300,6 +300,21 @@ def test_products_of_a_network_equal_those_of_layers(dtype, frozen):
     assert_close(recomputed, wanted)
 
 
+class Marked(torch.Tensor):
+    pass
+
+
+@pytest.mark.skipif(not kernels.HAS_TRITON, reason="needs Triton")
+def test_products_of_other_types_are_left_to_layers():
+    layer = BatchKalmanNorm2d(24, 30, transition_rank=3).to(DEVICE)
+    x = torch.randn(4, 24, 3, 3, device=DEVICE)
+    with kernels.use("triton"), multiplied_once(layer, x):
+        assert layer._ready is not None
+    layer.transition.left = nn.Parameter(layer.transition.left.detach().as_subclass(Marked))
+    with kernels.use("triton"), multiplied_once(layer, x):
+        assert layer._ready is None
+
+
 def test_rank_that_saves_nothing_gives_the_full_matrix():
     assert BatchKalmanNorm2d(8, 8, transition_rank=4).transition.shape == (8, 8)
     assert BatchKalmanNorm2d(8, 8, transition_shapes=[(8,)], transition_rank=1).transition.shape == (8,)

@@ -316,7 +316,11 @@ def multiplied_once(network: nn.Module, x: Tensor) -> Iterator[None]:
     kinds: dict[Any, list[tuple[Any, Tensor, Tensor]]] = {}
     suits = network.training and torch.is_grad_enabled() and kernels.chosen(x) and not observed_by_pytorch(x)
     for layer in network.modules() if suits else ():
-        if isinstance(layer, BatchKalmanNorm) and layer.kernels_predict and layer.training and (own := layer.factors):
+        if not (isinstance(layer, BatchKalmanNorm) and layer.kernels_predict and layer.training):
+            continue
+        own = layer.factors
+        # A part of a sharded factor, for example, has another type.
+        if own and type(own.left) is nn.Parameter:
             kinds.setdefault((own.left.shape, own.right.shape, own.left.device), []).append((layer, *own))
     try:
         for layers, *factors in (zip(*several, strict=True) for several in kinds.values()):
