@@ -10,7 +10,6 @@
     python scripts/benchmark.py serve          # the service under load, beside LitServe
     python scripts/benchmark.py start          # the service's first answer, and its memory
     python scripts/benchmark.py loading        # image files to batches, beside timm's loader and a training step
-    python scripts/benchmark.py conversion     # converted networks of an earlier commit and of this one
 
 All contestants stay on the device and take turns, round after round, so that a disturbance meets them all; medians and
 spreads are over the rounds, and the ratios are medians of the ratios within a round.
@@ -19,13 +18,13 @@ spreads are over the rounds, and the ratios are medians of the ratios within a r
 import argparse
 import os
 
-from benchmarks import classify, conversion, counters, defaults, infer, loading, serve, start, train, watch
+from benchmarks import classify, counters, defaults, infer, loading, serve, start, train, watch
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    for each in (train, infer, counters, watch, defaults, classify, serve, start, loading, conversion):
+    for each in (train, infer, counters, watch, defaults, classify, serve, start, loading):
         each.add(commands)
     args = parser.parse_args()
     os.environ["BKN_ZOO_CACHE"] = "off"  # compile graphs every time; `start` says otherwise

@@ -14,7 +14,7 @@ from bkn_zoo.inference.graph_cache import PRECISION
 from bkn_zoo.inference.openvino_graph import Graph, build_graph, compiled
 from bkn_zoo.modes import Statistics
 
-CHECKPOINTS = ["resnet101_bkn.tiny_imagenet", "inception_v2_bkn.tiny_imagenet"]
+CHECKPOINTS = ["efficientnet_lite0_bkn.imagenet", "resnet101_bkn.tiny_imagenet", "inception_v2_bkn.tiny_imagenet"]
 KINDS = {
     "Convolution": "convolutions",
     "FullyConnected": "products",
