@@ -134,8 +134,8 @@ class _Files(Dataset[tuple[Tensor, int, int, int]]):
         """Keep the squares of these rows, if all fit."""
         for key, square in zip(map(self._key, rows), pixels, strict=True):
             if self.keeps and key not in self.images.squares:
-                # A copy, because processes share little memory, and a part would keep its whole batch. By NumPy, because
-                # PyTorch's threads then wait busily, which takes time from the processes that decode.
+                # A copy, because processes share little memory, and a part would keep its whole batch. NumPy's, because
+                # PyTorch's threads would wait busily, which takes time from the processes that decode.
                 self.images.squares[key] = torch.from_numpy(square.numpy().copy())
 
     def __getstate__(self) -> dict[str, Any]:
