@@ -209,7 +209,7 @@ def tables(records: Records, results: Path, checkpoints: Path) -> dict[str, Cont
         "converted": several(["frontend_converted"]),
         "classify": on_each("classify"),
         "defaults": on_each("defaults"),
-        "counters": several([*_by_processor("counters", records), *_by_processor("counters_rank", records)]),
+        "counters": several([name for name in records if name.startswith("counters")]),
         "rivals": on_each("rivals"),
         "loading": on_each("loading"),
         "precision": frame(precisions(results, checkpoints)),
