@@ -51,9 +51,9 @@ LINK = (
 LESS = """\
 ### Lower precision
 
-Top-1 accuracy with OpenVINO on a CPU and with PyTorch on a GPU (`results/evaluate/`). `precision="auto"`, the default
-of classifier, command and service, uses bf16 or f16 if the processor supports it. `precision="f32"` gives the accuracy
-above."""
+Top-1 accuracy on the test images, with OpenVINO on a CPU and PyTorch on a GPU (`results/evaluate/`; what is not listed
+was not measured). `precision="auto"`, the default of classifier, command and service, uses bf16 or f16 if the processor
+supports it. Differences are to f32 with OpenVINO, whose accuracy may differ from that above by one image."""
 
 
 SHIFT = """\
