@@ -331,7 +331,7 @@ def multiplied_once(network: nn.Module, x: Tensor) -> Iterator[None]:
         yield
     finally:
         for layer, _, _ in chain(*kinds.values()):
-            layer.__dict__["_ready"] = None
+            layer.__dict__.pop("_ready", None)
 
 
 def held(rows: Tensor, gain: Tensor) -> Tensor:
