@@ -112,7 +112,8 @@ def _compared(experiment: Experiment, plan: Plan, records: Mapping[str, Record])
 def _claims(claims: Found) -> list[dict[str, str]]:
     return [
         {
-            "the paper says": claim["says"], "paper": f"{claim['paper']:+.2f}" if "paper" in claim else "",
+            "the paper says": claim["says"], "where": claim.get("place", ""),
+            "paper": f"{claim['paper']:+.2f}" if "paper" in claim else "",
             "here": str(found or ""), "seeds": "" if found is None else _seeds(found),
             "claim": f"not tested: {claim.get('untested', NOT_RUN)}" if found is None else verdict(claim, found),
         }
