@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
@@ -21,8 +22,7 @@ from studies.stats import Difference, spread
 Pages = dict[Path, dict[str, Content]]
 
 NOT_RUN = "not run yet"
-WORTH = {"held": "a gain", "did not hold": "a loss", "within chance": "within chance"}
-WORTH |= {f"{verdict} (one seed)": f"{worth} (one seed)" for verdict, worth in WORTH.items()}
+WORTH = {"held": "a gain", "did not hold": "a loss", "within chance": "within chance", "one seed": "one seed"}
 
 
 def sections(plan: Plan, records: Mapping[str, Record]) -> dict[str, Content]:
@@ -46,6 +46,7 @@ def pages(plan: Plan, records: Mapping[str, Record], newer: Plan, fresh: Mapping
             "headline": frame(_headline(norms_by_group(plan, records, newer, fresh))),
             "standardized": pd.concat([standardized[name][2] for name in ("full", "parts")]),
             "verdicts": str(count),
+            "outcomes": _outcomes(claims),
             "state": _state(plan, records),
             "claims": frame(_claims(claims)),
             "link": lengths[lengths["over"] == HELD].drop(columns="over"),
@@ -119,6 +120,12 @@ def _claims(claims: Found) -> list[dict[str, str]]:
         }
         for claim, found in claims
     ]  # fmt: skip
+
+
+def _outcomes(claims: Found) -> str:
+    """How many claims have each verdict."""
+    counts = Counter(row["claim"].partition(":")[0] for row in _claims(claims))
+    return ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
 
 
 def _seeds(found: Difference) -> str:

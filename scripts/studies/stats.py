@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import cache
 from statistics import mean, stdev
 
-UNSURE = 1.0  # points; between single runs without repetitions, a smaller difference may be chance
 SAME = 1.0  # points; a smaller difference counts as none
 ALIKE = 1e-3  # points; less than one image of ten thousand
 
@@ -83,7 +82,7 @@ class Difference:
     @property
     def margin(self) -> float:
         """Half of its 95 % interval."""
-        return UNSURE if self.error is None else student(self.freedom) * self.error
+        return math.inf if self.error is None else student(self.freedom) * self.error
 
     @property
     def p_value(self) -> float | None:
@@ -94,13 +93,13 @@ class Difference:
 
     def verdict(self, same: bool = False) -> str:
         """Whether the claim held that the difference is positive or, with `same`, that there is none."""
+        if self.error is None:
+            return "one seed"
         if same:
             far = "did not hold" if abs(self.value) > self.margin else "undecided"
-            said = "held" if abs(self.value) + self.margin <= SAME else far
-        else:
-            within = abs(self.value) <= self.margin
-            said = "within chance" if within else "held" if self.value > 0 else "did not hold"
-        return said if self.error is not None else f"{said} (one seed)"
+            return "held" if abs(self.value) + self.margin <= SAME else far
+        within = abs(self.value) <= self.margin
+        return "within chance" if within else "held" if self.value > 0 else "did not hold"
 
 
 def between(these: Sequence[float], those: Sequence[float], usual: Deviation | None = None) -> Difference:
