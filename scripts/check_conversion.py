@@ -2,7 +2,7 @@
 
 python scripts/check_conversion.py                         # all of them: about an hour on two cores; needs timm
 python scripts/check_conversion.py resnet18                # those whose names are given; the others' rows stay
-python scripts/check_conversion.py --resume --seconds 240  # those without a row or without times, for so long
+python scripts/check_conversion.py --resume --seconds 240  # those without a row, for so long
 python scripts/check_conversion.py --recipes               # the recipes of docs/conversion.md, with real trainers
 
 Writes results/conversion.json, which `scripts/report.py` puts into docs/conversion.md, and results/recipes.json.
@@ -55,17 +55,16 @@ def holds_norms(case: Case) -> bool:
 
 
 @torch.no_grad()
-def stir(model: nn.Module) -> None:
+def stir(model: Any) -> Any:
     """Move norms from where they start, which would hide mistakes."""
     for module in model.modules():
         if isinstance(module, _BatchNorm):
-            assert module.running_mean is not None
-            assert module.running_var is not None
             module.running_mean.normal_(0, 0.2)
             module.running_var.uniform_(0.6, 1.4)
             if module.affine:
                 module.weight.uniform_(0.6, 1.4)
                 module.bias.normal_(0, 0.2)
+    return model
 
 
 def outputs(model: nn.Module, inputs: Any, **options: Any) -> dict[str, Tensor]:
@@ -109,8 +108,8 @@ def missing_anew(missing: set[str], before: set[str]) -> set[str]:
     return {name for name in missing - before if not any(name.startswith(f"{norm}.") for norm in unused)}
 
 
-def check(case: Case, earlier: dict[str, Any]) -> dict[str, Any]:
-    """The row of a case; only times are new if the network converts as in an earlier row."""
+def check(case: Case) -> dict[str, Any]:
+    """The row of a case."""
     torch.manual_seed(0)
     # Some leave parts in evaluation mode, which are then taken for frozen.
     original = case.build().train()
@@ -134,8 +133,6 @@ def check(case: Case, earlier: dict[str, Any]) -> dict[str, Any]:
         "parameters": report.parameters_before,
         "added": report.parameters_after - report.parameters_before,
     }
-    if earlier and all(earlier[name] == row[name] for name in row if name not in ("planning", "forward")):
-        return earlier | row
     row["float32"] = difference(outputs(original, batch), outputs(converted, batch))
     if row["parameters"] > LARGEST:
         return row
@@ -160,13 +157,13 @@ def check(case: Case, earlier: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def try_check(name: str, earlier: dict[str, Any]) -> dict[str, Any] | None:
+def try_check(name: str) -> dict[str, Any] | None:
     """The row of a case; None if it holds no batch norm."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     case = next(case for case in cases() if f"{case.library} {case.name}" == name)
     try:
-        return check(case, earlier) if case.with_example or holds_norms(case) else None
+        return check(case) if case.with_example or holds_norms(case) else None
     except Exception as error:  # whatever a network does, the others are still of interest
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         return {"library": case.library, "name": case.name, "converts": False, "planning": None, "reason": reason}
@@ -189,13 +186,12 @@ def save(rows: list[dict[str, Any]], before: dict[str, Any]) -> None:
 
 def main(names: list[str], resume: bool, seconds: float, processes: int) -> None:
     before = json.loads(OUTPUT.read_text()) if (names or resume) and OUTPUT.exists() else {"rows": []}
-    known = {f"{row['library']} {row['name']}": row for row in before["rows"]}
     wanted = [case for case in cases() if not names or case.name in names]
     wanted.sort(key=lambda case: not case.with_example)  # small ones first
     chosen = [f"{case.library} {case.name}" for case in wanted]
     if resume:
-        # Older versions wrote no planning.
-        chosen = [name for name in chosen if "planning" not in known.get(name, {})]
+        known = {f"{row['library']} {row['name']}" for row in before["rows"]}
+        chosen = [name for name in chosen if name not in known]
     rows: list[dict[str, Any]] = []
     began = time.monotonic()
     # New processes now and then, which give memory back. (By max_tasks_per_child, those of Python 3.11 end for good.)
@@ -203,9 +199,7 @@ def main(names: list[str], resume: bool, seconds: float, processes: int) -> None
         if time.monotonic() - began > seconds:
             break
         with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
-            together = chosen[first : first + TOGETHER]
-            earlier = [known.get(name, {}) if resume else {} for name in together]
-            for row in filter(None, pool.map(try_check, together, earlier)):
+            for row in filter(None, pool.map(try_check, chosen[first : first + TOGETHER])):
                 print(json.dumps(row), flush=True)
                 rows.append(row)
                 save(rows, before)

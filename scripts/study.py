@@ -3,7 +3,6 @@
     python scripts/study.py --list                                      # for every study: which runs are done
     python scripts/study.py replication --data DATA --jobs 12           # train the missing runs, twelve at a time
     python scripts/study.py replication --data DATA --only link --minutes 8
-    python scripts/study.py finetuning --data OFFICIAL --pack SMALL     # copy the part of the data that a study uses
     python scripts/study.py --table --plot                              # the pages in docs/, and their pictures
 
 A study is a file of scripts/studies/ that defines STUDY. Its docstring says which folders DATA must contain; runs

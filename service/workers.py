@@ -166,7 +166,9 @@ def _bind(settings: Settings) -> socket.socket:
         bound.bind(address)
         return bound
     except OSError:
-        raise InputError(f"cannot listen on {settings.host}:{settings.port}: choose another port.") from None
+        raise InputError(
+            f"cannot listen on {settings.host}:{settings.port}: choose another port with --port."
+        ) from None
 
 
 def _work(settings: Settings, serve: Serve, link: WorkerLink, place: int) -> None:

@@ -101,19 +101,19 @@ def large_webp() -> bytes:
 
 
 def run_lengths(side: int = 7000) -> bytes:
+    """Pillow decodes them in Python, and no other thread has its turn meanwhile."""
     header = struct.pack("<IiiHHIIiiII", 40, side, side, 1, 8, 1, 8, 0, 0, 0, 0)
     return b"BM" + struct.pack("<IHHI", 1084, 0, 0, 1078) + header + bytes(1024) + b"\0\0\0\1\0\1"
 
 
 def rationals() -> bytes:
     """EXIF of more than a million numbers."""
-    entries = struct.pack("<HHII", 0x0112, 3, 1, 6) + struct.pack("<HHII", 0x011A, 5, 1_200_000, 38)
-    return encoded(picture(), "PNG", exif=b"II*\0\x08\0\0\0\2\0" + entries + bytes(4) + bytes(9_600_000))
+    exif = tiff((0x0112, 3, 1, 6), (0x011A, 5, 1_200_000, 38), after=bytes(9_600_000))
+    return encoded(picture(), "PNG", exif=exif)
 
 
 def many_tags() -> bytes:
-    entries = b"".join(struct.pack("<HHII", tag, 5, 1, 2**31) for tag in range(1, 65_536))
-    return encoded(picture(), "PNG", exif=b"II*\0\x08\0\0\0\xff\xff" + entries + bytes(4))
+    return encoded(picture(), "PNG", exif=tiff(*((tag, 5, 1, 2**31) for tag in range(1, 65_536))))
 
 
 def packed(bits: str) -> bytes:

@@ -33,7 +33,7 @@ SLOW = (
     "test_page.py", "test_training.py", "test_service_strangers.py", "test_checkpoints.py", "test_hub.py",
     "test_train.py", "test_fit.py", "test_service_workers.py", "test_service_load.py",
     "test_wheel.py", "test_service_bad_input.py", "test_layer.py", "test_export.py", "test_usability.py",
-    "test_service.py", "test_batch.py", "test_pooling.py", "test_graph_cache.py", "test_finetuning.py",
+    "test_service.py", "test_batch.py", "test_pooling.py", "test_graph_cache.py",
     "test_cards.py", "test_images.py", "test_cli.py", "test_other_systems.py", "test_running.py", "test_libraries.py",
     "test_progress.py", "test_zoo.py", "test_layers.py", "test_studies.py", "test_report.py", "test_ray.py",
     "test_kalman.py",

@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
+from check_conversion import stir
 from families import FAMILIES
-from gpu import capture, gpu_only
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
@@ -26,24 +26,12 @@ from bkn_zoo.conversion import BATCHNORM_GAIN, Converted, convert, prove, start_
 from bkn_zoo.conversion.record import AT_CHECKPOINT
 from bkn_zoo.errors import ConversionError, InputError, UnknownNameError
 from bkn_zoo.norms import MODES, BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalmanNorm3d
+from gpu import capture, gpu_only
 
 timm = pytest.importorskip("timm")
 
 DATA = Path(__file__).parent / "data"
 pytestmark = pytest.mark.filterwarnings("ignore:statistics=.* converted but not:RuntimeWarning")
-
-
-@torch.no_grad()
-def stir(model):
-    """Move norms from where they start, which would hide mistakes."""
-    for module in model.modules():
-        if isinstance(module, _BatchNorm):
-            module.running_mean.normal_(0, 0.2)
-            module.running_var.uniform_(0.6, 1.4)
-            if module.affine:
-                module.weight.uniform_(0.6, 1.4)
-                module.bias.normal_(0, 0.2)
-    return model
 
 
 @torch.no_grad()

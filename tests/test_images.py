@@ -11,6 +11,8 @@ import zlib
 import numpy as np
 import pytest
 import torch
+from attackers import encoded, run_lengths
+from attackers import tiff as exif_of
 from PIL import Image, ImageFile
 
 from bkn_zoo.errors import BrokenImageError, ImageError, ImageFormatError, ImageTooLargeError
@@ -32,12 +34,6 @@ def picture(width=31, height=23):
     """Smooth, so that lossy formats keep it nearly as it is."""
     x, y = np.meshgrid(np.linspace(0, 255, width), np.linspace(0, 255, height))
     return Image.fromarray(np.stack([x, y, 255 - x], axis=2).astype(np.uint8))
-
-
-def encoded(image, format="PNG", **options):
-    file = io.BytesIO()
-    image.save(file, format, **options)
-    return file.getvalue()
 
 
 def pixels(image):
@@ -232,11 +228,6 @@ def test_only_orientation_is_read_from_exif():
                 assert open_image(data).size == size
 
 
-def exif_of(*entries):
-    packed = b"".join(struct.pack("<HHII", *entry) for entry in entries)
-    return b"II*\0\x08\0\0\0" + struct.pack("<H", len(entries)) + packed + bytes(4)
-
-
 # What is refused
 
 
@@ -324,12 +315,6 @@ HIDDEN = {  # made by the test, since every process that collects the tests woul
     "profile": lambda: png(4, 4, zlib.compress(bytes(52)), chunk(b"iCCP", b"a\0\0" + inflating(50))),
     "more pixels than it says": lambda: png(4, 4, inflating(50)),
 }
-
-
-def run_lengths():
-    """Pillow decodes them in Python, and no other thread has its turn meanwhile."""
-    header = struct.pack("<IiiHHIIiiII", 40, 7000, 7000, 1, 8, 1, 8, 0, 0, 0, 0)
-    return b"BM" + struct.pack("<IHHI", 1086, 0, 0, 1078) + header + bytes(1024) + b"\0\0\0\1"
 
 
 BOMBS = [

@@ -177,12 +177,6 @@ def test_a_config_that_asks_for_more_is_refused(checkpoint, change):
         bkn_zoo.from_pretrained(checkpoint)
 
 
-def test_a_network_of_one_s_own_cannot_be_saved_by_name(tmp_path):
-    model = bkn_zoo.convert(torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), torch.nn.BatchNorm2d(4)))
-    with pytest.raises(InputError, match="save the state_dict"):
-        bkn_zoo.save_pretrained(model, tmp_path / "mine")
-
-
 class Odd(torch.nn.Module):
     """A convolution that only one norm follows, one that others see too, and one that is called twice."""
 

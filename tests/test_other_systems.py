@@ -5,8 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
-from PIL import Image
+from image_trees import write_noise
 
 TESTS = Path(__file__).parent
 
@@ -56,10 +55,7 @@ MODULES = ["fcntl", "resource", "termios", "pwd"]
 
 
 def test_package_works_without_names_of_linux(tmp_path):
-    for label, name in enumerate(("dark", "light")):
-        (tmp_path / "photos" / name).mkdir(parents=True)
-        for k in range(4):
-            Image.fromarray(np.full((8, 8, 3), 100 * label + k, np.uint8)).save(tmp_path / "photos" / name / f"{k}.png")
+    write_noise(tmp_path / "photos", (8, 8), dark=4, light=4)
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}  # it only costs time here
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT.format(missing=MISSING, modules=MODULES)],

@@ -19,12 +19,6 @@ def small(norm="bkn", **options):
     return model
 
 
-def test_the_initial_gain_is_that_of_every_layer():
-    gains = [each.gain for each in layers(small(initial_gain=0.3)) if getattr(each, "prior_features", None)]
-    assert len(gains) > 10
-    torch.testing.assert_close(torch.stack([gain.reshape(()) for gain in gains]), torch.full((len(gains),), 0.3))
-
-
 def test_without_a_link_gain_and_noise_move_and_a_does_not():
     model = small(link=False)
     before = copy.deepcopy(model.state_dict())

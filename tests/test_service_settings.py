@@ -118,32 +118,25 @@ def test_bad_setting_is_named(flags):
         read_settings(flags)
 
 
-def test_variable_of_an_earlier_version_is_refused(monkeypatch):
-    """Ignored, it would leave the service open."""
-    monkeypatch.setenv("BKN_API_KEYS", "secret")
-    with pytest.raises(InputError, match=r"BKN_API_KEYS is .*: rename it to BKN_ZOO_API_KEYS"):
-        read_settings([])
-    monkeypatch.delenv("BKN_API_KEYS")
-    monkeypatch.setenv("BKN_MAX_IMAGES", "8")
-    with pytest.raises(InputError, match=r"BKN_MAX_IMAGES is .*: remove it"):
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        # Ignored, those of an earlier version would leave the service open.
+        ("BKN_API_KEYS", "secret", "BKN_API_KEYS is .*: rename it to BKN_ZOO_API_KEYS"),
+        ("BKN_MAX_IMAGES", "8", "BKN_MAX_IMAGES is .*: remove it"),
+        ("BKN_ZOO_PORT", "tcp://10.0.0.1:8000", r"BKN_ZOO_PORT.*Kubernetes.*enableServiceLinks: false"),
+        ("BKN_ZOO_API_KEYS", "", "BKN_ZOO_API_KEYS"),
+    ],
+)
+def test_unusable_variable_is_refused(monkeypatch, variable, value, words):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(InputError, match=words):
         read_settings([])
 
 
 def test_variables_of_other_programs_are_ignored(monkeypatch):
     monkeypatch.setenv("BKN_HOME", "/srv")
     assert read_settings([]).port == 8000
-
-
-def test_port_that_kubernetes_sets_is_explained(monkeypatch):
-    monkeypatch.setenv("BKN_ZOO_PORT", "tcp://10.0.0.1:8000")
-    with pytest.raises(InputError, match=r"BKN_ZOO_PORT.*Kubernetes.*enableServiceLinks: false"):
-        read_settings([])
-
-
-def test_key_that_was_not_filled_in_is_refused(monkeypatch):
-    monkeypatch.setenv("BKN_ZOO_API_KEYS", "")
-    with pytest.raises(InputError, match="BKN_ZOO_API_KEYS"):
-        read_settings([])
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
@@ -155,7 +148,9 @@ def test_port_in_use_is_named(capsys, workers):
         taken.listen()
         port = taken.getsockname()[1]
         assert serve_command(["--models", "first", "--port", str(port), "--workers", workers]) == 1
-    assert str(port) in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert str(port) in said
+    assert "choose another port with --port" in said
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from studies.base import Run, Study
+from studies.base import RESULTS, Run, Study
 from studies.figures import drawn, plotted
 from studies.render import fill, frame, rendered
 from studies.runner import Work, listing, load, main, parse, studies
@@ -123,7 +123,6 @@ def test_bad_arguments_of_a_study_are_one_sentence(tmp_path, capsys):
     for arguments, says in [
         (["--data", str(tmp_path / "none")], "there is no folder"),
         (["--list", "--set", "epochs"], "--set 'epochs' is not of the form FIELD=VALUE"),
-        (["--data", str(tmp_path), "--pack", "x"], "replication uses the data sets as they are"),
     ]:
         with pytest.raises(InputError, match=says):
             main(["replication", *arguments])
@@ -178,7 +177,7 @@ def test_pages_and_figures_are_those_of_the_records(name):
     texts = rendered(study.regions(records))
     assert [path.name for path, text in texts.items() if path.read_text(encoding="utf-8") != text] == []
     for figure, anew in study.figures(records).items():
-        assert drawn(study.plots / f"{figure}.png") == plotted(anew)
+        assert drawn(RESULTS / "plots" / f"{figure}.png") == plotted(anew)
 
 
 def test_sample_is_the_best_mode_under_blur():

@@ -1,6 +1,5 @@
 """Checkpoints and names from strangers: terminal escapes, FIFOs, weights that are not finite."""
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -26,11 +25,6 @@ def original(tmp_path_factory):
 @pytest.fixture
 def checkpoint(original, tmp_path):
     return Path(shutil.copytree(original, tmp_path / "small"))
-
-
-def edit_config(folder, **fields):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | fields))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import dataclasses
 import os
 import pty
 import select
-import socket
 import subprocess
 import sys
 from contextlib import suppress
@@ -218,14 +217,3 @@ def test_info_lists_the_classes_and_list_the_default_first(root, capsys):
     _, first, second = said(capsys, "list").splitlines()
     assert first.split()[:2] == [default_checkpoint(), "(default)"]
     assert second.startswith("better ")
-
-
-def test_port_in_use_names_the_option(capsys):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        path = {"PYTHONPATH": str(Path(__file__).parents[1])}
-        run = [*COMMAND, "serve", "--port", str(taken.getsockname()[1]), "--checkpoint", "better", "--engine", "torch"]
-        done = subprocess.run(run, capture_output=True, text=True, env=os.environ | path, timeout=100, check=False)
-    assert done.returncode == 1
-    assert "choose another port with --port" in done.stderr

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from bkn_zoo.errors import InputError, UnknownNameError
-from bkn_zoo.kernels.conditions import LIMIT, transformed
+from bkn_zoo.kernels.conditions import LIMIT
+from bkn_zoo.torch_internals import tangents_are_possible, transforms_are_active
 
 # Without a GPU or an interpreter, importing Triton would waste a quarter of a second and 100 MB.
 HAS_TRITON = find_spec("triton") is not None and (
@@ -36,7 +37,8 @@ def chosen(x: Tensor, inputs: int = 0) -> bool:
     """Whether the kernels support `x`, (images, channels, ...), above a layer with `inputs` channels."""
     if not (x.is_cuda or _forced == "triton") or not HAS_TRITON or _forced == "pytorch" or x.dtype not in DTYPES:
         return False
-    if transformed():
+    # There may be tangents or transforms of `torch.func`, which only PyTorch's own operators support.
+    if tangents_are_possible() or transforms_are_active():
         return False
     images, channels = x.shape[:2]
     # Offsets are counted over the values of one image, over some numbers per channel of all images, and over A.

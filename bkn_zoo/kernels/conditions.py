@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from bkn_zoo.torch_internals import dispatch_modes_are_active, tangents_are_possible, transforms_are_active
+from bkn_zoo.torch_internals import dispatch_modes_are_active, transforms_are_active
 
 LIMIT = 2**31  # of offsets, which the kernels count in 32 bits
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -25,8 +25,3 @@ def dense(x: Tensor) -> Tensor:
     """`x` itself if it is contiguous in one of the two layouts, else a contiguous copy."""
     # The first question is the only one that `torch.vmap` answers.
     return x if x.is_contiguous() or channels_last(x) else x.contiguous()
-
-
-def transformed() -> bool:
-    """Whether there may be tangents or transforms of `torch.func`, which only PyTorch's own operators support."""
-    return tangents_are_possible() or transforms_are_active()

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bkn_zoo.errors import InputError
-
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, DOCS = ROOT / "results", ROOT / "docs"
 OFFICIAL = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python", "tiny_imagenet": "tiny-imagenet-200"}
@@ -54,12 +52,10 @@ class Study:
     Attributes:
         name: name of the study's file.
         results: folder of the records.
-        plots: folder of the figures.
     """
 
     name: str
     results: Path
-    plots: Path = RESULTS / "plots"
 
     def planned(self, changes: Mapping[str, Any]) -> Sequence[Run]:
         """All runs, in the order of training.
@@ -79,10 +75,6 @@ class Study:
     def train(self, run: Run, args: argparse.Namespace) -> dict[str, Any]:
         """Train and measure. Returns the record; the runner adds command, hardware, versions and seed."""
         raise NotImplementedError
-
-    def pack(self, args: argparse.Namespace) -> None:
-        """Copy the part of the data sets in `args.data` that the study uses to the folder `args.pack`."""
-        raise InputError(f"{self.name} uses the data sets as they are: remove --pack.")
 
     def regions(self, records: Mapping[str, Record]) -> Mapping[Path, Mapping[str, Any]]:
         """The contents of the marked regions of each page, as `render.rendered` takes them."""

@@ -90,8 +90,6 @@ UNCERTAIN = """\
 A threshold was chosen for each score so that 95 % of the correct answers on {images} held-out images pass it. Of
 {unknown_images} images that show none of the classes ({unknown}), these percentages pass it: {passing}."""
 
-GIRAFFES = "photographs of giraffes and polyps"
-
 
 def imported_section(config: Config, name: str, record: Record) -> str:
     """Origin, accuracy and learned parameters of an imported checkpoint; empty for our own."""
@@ -109,13 +107,9 @@ def imported_section(config: Config, name: str, record: Record) -> str:
 
 
 def uncertain_section(name: str, results: Path) -> str:
-    """How often images of unknown classes pass, where it was measured: by its own script, or with the import."""
-    path, record = results / "uncertainty.json", read_record(results, name)
-    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    """How often images of unknown classes pass, where it was measured."""
+    rows = json.loads((results / "uncertainty.json").read_text())["rows"]
     found = next((row for row in rows if row["checkpoint"] == name), None)
-    if found is None and "unknown" in record:
-        unknown = {"unknown": GIRAFFES, "unknown_images": record["unknown"]["images"]}
-        found = unknown | {"images": record["rows"][-1]["images"], "passing": record["unknown"]["passing"]}
     if found is None:
         return ""
     passing = ", ".join(f"{score} {share:g}" for score, share in found["passing"].items())
@@ -124,20 +118,15 @@ def uncertain_section(name: str, results: Path) -> str:
 
 def zoo_checkpoint_card(config: Config, name: str, results: Path) -> str:
     """README.md of one of our checkpoints."""
-    uncertain = uncertain_section(name, results)
+    record, uncertain = read_record(results, name), uncertain_section(name, results)
     shift = shift_section(results / "shift", name)
-    if imported := imported_section(config, name, read_record(results, name)):
-        return checkpoint_card(
-            config, name, read_record(results, name), [x for x in (imported, shift, uncertain) if x], license=LICENSE
-        )
-    sections = (
-        precision_section(read_evaluations(results / "evaluate", name)),
-        twins_section(config, read_twins(results)),
-    )
-    sections += (shift, uncertain, speed_section(config, read_speeds(results)))
-    return checkpoint_card(
-        config, name, read_record(results, name), [each for each in sections if each], license=LICENSE
-    )
+    if imported := imported_section(config, name, record):
+        sections = [imported, shift, uncertain]
+    else:
+        precision = precision_section(read_evaluations(results / "evaluate", name))
+        twins, speed = twins_section(config, read_twins(results)), speed_section(config, read_speeds(results))
+        sections = [precision, twins, shift, uncertain, speed]
+    return checkpoint_card(config, name, record, list(filter(None, sections)), license=LICENSE)
 
 
 def shift_section(folder: Path, name: str) -> str:

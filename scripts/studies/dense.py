@@ -10,7 +10,7 @@ from statistics import mean
 from typing import Any
 
 from studies.base import DOCS, RESULTS, Record, Study
-from studies.stats import Difference, gaps, mean_of, spread, typical_of_pairs
+from studies.stats import AHEAD, Difference, gaps, mean_of, spread, typical_of_pairs
 
 ARMS = {
     "bn": "BN",
@@ -21,7 +21,6 @@ ARMS = {
 }
 # Compared with each other arm.
 OURS = "bkns"
-SAYS = {"held": "ahead", "did not hold": "behind", "within chance": "within chance"}
 
 Finals = Mapping[str, Sequence[Record]]
 """The final runs of each arm."""
@@ -90,7 +89,7 @@ def differences(finals: Finals) -> list[dict[str, Any]]:
             "against": ARMS[arm],
             "points": str(gap),
             "95 % interval": f"± {gap.margin:.2f}",
-            "verdict": SAYS[gap.verdict()],
+            "verdict": AHEAD[gap.verdict()],
             "seeds": gap.seeds[0],
         }
         for arm, gap in leads(finals).items()
@@ -99,7 +98,7 @@ def differences(finals: Finals) -> list[dict[str, Any]]:
 
 def summary(finals: Finals) -> list[dict[str, Any]]:
     """The arms, the best one first."""
-    found = {arm: f"{gap} ({SAYS[gap.verdict()]})" for arm, gap in leads(finals).items()}
+    found = {arm: f"{gap} ({AHEAD[gap.verdict()]})" for arm, gap in leads(finals).items()}
     return [
         {
             "norm": ARMS[arm],

@@ -21,8 +21,6 @@ DATES = {
     "train_16": "2026-11-16",
     "train_inception": "2026-11-16",
     "train_cpu": "2026-11-15",
-    "infer.x86_64": "2026-11-16",
-    "infer.aarch64": "2026-11-16",
     "infer_cuda": "2026-11-16",
 }
 """Of records that do not say when they were made."""

@@ -12,7 +12,7 @@ from statistics import mean
 from typing import Any
 
 from studies.base import DOCS, RESULTS, Record, Study
-from studies.stats import Difference, mean_of, spread
+from studies.stats import AHEAD, Difference, mean_of, spread
 
 ARMS = {
     "bn": "BN", "frozen": "frozen BN", "adabn": "AdaBN, then frozen", "partial": "partial BN", "gn": "GroupNorm",
@@ -21,7 +21,6 @@ ARMS = {
 COMPARED, ENDS, OTHERS = ("measured", "learned"), ("frozen", "bn"), ("bn", "frozen", "adabn", "partial", "gn")
 SEEDS = (1, 2, 3)
 METRICS = {"classification": "top-1 (%)", "segmentation": "mean IoU (%)"}
-SAYS = {"held": "ahead", "did not hold": "behind", "within chance": "within chance"}
 MEAN = "mean"  # of the targets, as a column
 ALL = 0  # the mean over the batch sizes, as a batch size
 
@@ -98,7 +97,7 @@ class Experiment:
         best = self.means(others, column, batch)
         other = max(others, key=lambda arm: best[arm])
         found = self.difference(one, other, column, batch)
-        return ARMS[other], f"{found.value:+.1f} ± {found.error:.1f} ({SAYS[found.verdict()]})"
+        return ARMS[other], f"{found.value:+.1f} ± {found.error:.1f} ({AHEAD[found.verdict()]})"
 
     def cell(self, arm: str, column: str, batch: int) -> str:
         text, best = spread(self.values(arm, column, batch), 1), self.means(ARMS, column, batch)

@@ -121,12 +121,12 @@ class Plan:
         return [dataclasses.replace(run, groups=tuple(shown[key])) for key, run in first.items()]
 
 
-def read_plan(path: Path = PLAN, recipes: Path = RECIPES, overrides: Mapping[str, Any] | None = None) -> Plan:
+def read_plan(path: Path = PLAN, overrides: Mapping[str, Any] | None = None) -> Plan:
     """Read the experiments of a file, with overridden fields in all recipes."""
     try:
         content = tomllib.loads(path.read_text())
         settings = content["settings"]
-        experiments = tuple(_experiment(each, settings, recipes, overrides or {}) for each in content["experiments"])
+        experiments = tuple(_experiment(each, settings, overrides or {}) for each in content["experiments"])
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise InputError(f"{path} cannot be read ({error}): pass a file of experiments.") from None
     except KeyError as error:
@@ -143,9 +143,7 @@ def _with_all_seeds(experiments: Sequence[Experiment]) -> Iterator[Experiment]:
         yield dataclasses.replace(each, arms=arms)
 
 
-def _experiment(
-    content: Mapping[str, Any], settings: Mapping[str, Any], recipes: Path, overrides: Mapping[str, Any]
-) -> Experiment:
+def _experiment(content: Mapping[str, Any], settings: Mapping[str, Any], overrides: Mapping[str, Any]) -> Experiment:
     arms = []
     for row in content["rows"]:
         if unknown := sorted(set(row) - ROW):
@@ -155,17 +153,17 @@ def _experiment(
         for group, *values in itertools.product(*lists):
             chosen = dict(zip([*options, *fields], values, strict=True))
             own, changed = ({name: chosen[name] for name in names} for names in (options, fields))
-            arms.append(_arm(row, content["setting"], settings, recipes, seeds, group, own, changed, overrides))
+            arms.append(_arm(row, content["setting"], settings, seeds, group, own, changed, overrides))
     about, paired = tuple(content.get("differences", [])), content.get("paired", False)
     return Experiment(content["name"], content["setting"], content.get("place"), tuple(arms), about, paired)
 
 
 def _arm(
-    row: Mapping[str, Any], name: str, settings: Mapping[str, Any], recipes: Path, seeds: int, group: int,
+    row: Mapping[str, Any], name: str, settings: Mapping[str, Any], seeds: int, group: int,
     options: dict[str, Any], fields: dict[str, Any], overrides: Mapping[str, Any],
 ) -> Arm:  # fmt: skip
     setting = dict(settings[name])
-    file, every, schedule = recipes / f"{setting.pop('recipe')}.toml", setting.pop("every", 1), setting.pop("brn", {})
+    file, every, schedule = RECIPES / f"{setting.pop('recipe')}.toml", setting.pop("every", 1), setting.pop("brn", {})
     base = read_recipe(file)
     network, gradient, width = base.model.rpartition("_")[0], row.get("gradient", base.gradient_batch), row.get("width")
     # Smaller gradient batches mean more steps of BRN's schedule.

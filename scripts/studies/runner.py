@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bkn_zoo.errors import InputError
-from studies.base import ROOT, Record, Run, Study
+from studies.base import RESULTS, ROOT, Record, Run, Study
 
 
 def studies() -> list[str]:
@@ -42,7 +42,6 @@ def parse(arguments: list[str], about: str | None) -> argparse.Namespace:
     parser.add_argument("--table", action="store_true", help="write the study's pages, and results/tables/")
     parser.add_argument("--plot", action="store_true", help="draw the study's figures")
     parser.add_argument("--data", type=Path, help="train the missing runs on the data sets in this folder")
-    parser.add_argument("--pack", type=Path, help="do not train: copy the data that the study uses to this folder")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="train only these runs or groups of runs")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="time limit")
@@ -89,9 +88,6 @@ def carry_out(study: Study, args: argparse.Namespace) -> int:
     results, failed = args.results or study.results, 0
     if args.data and not args.data.is_dir():
         raise InputError(f"there is no folder {args.data}: pass the folder of the data sets.")
-    if args.pack:
-        study.pack(args)
-        return 0
     if args.run:
         leave_record(study, next(run for run in study.planned(args.changes) if run.name == args.run), args)
         return 0
@@ -103,7 +99,7 @@ def carry_out(study: Study, args: argparse.Namespace) -> int:
     if args.plot:
         from studies.figures import save_figures
 
-        save_figures(study.figures(records), study.plots)
+        save_figures(study.figures(records), RESULTS / "plots")
     if args.table:
         from studies.render import rendered, write
 

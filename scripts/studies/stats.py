@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from functools import cache
 from statistics import mean, stdev
 
+AHEAD = {"held": "ahead", "did not hold": "behind", "within chance": "within chance"}
+"""How pages say a verdict on a lead."""
+
 SAME = 1.0  # points; a smaller difference counts as none
 ALIKE = 1e-3  # points; less than one image of ten thousand
 
@@ -83,13 +86,6 @@ class Difference:
     def margin(self) -> float:
         """Half of its 95 % interval."""
         return math.inf if self.error is None else student(self.freedom) * self.error
-
-    @property
-    def p_value(self) -> float | None:
-        """Of a two-sided test that there is no difference; None without a standard error."""
-        from scipy.stats import t
-
-        return float(2 * t.sf(abs(self.value) / self.error, max(self.freedom, 1))) if self.error else None
 
     def verdict(self, same: bool = False) -> str:
         """Whether the claim held that the difference is positive or, with `same`, that there is none."""
