@@ -8,7 +8,6 @@ from statistics import mean
 from typing import Any
 
 from bkn_zoo.errors import InputError
-from bkn_zoo.modes import MODES
 from studies.base import Record
 from studies.records import CLASSES, best_mode, chosen_statistics, learned, measured
 from studies.replication_plan import Arm, Plan, Training, listed
@@ -89,12 +88,6 @@ def paired_deviation(setting: str, plan: Plan, records: Mapping[str, Record]) ->
     return typical_of_pairs([gaps(this.by_seed(), that.by_seed()) for this, that in pairs], len(arms))
 
 
-def verdict(claim: Mapping[str, Any], found: Difference) -> str:
-    """The verdict on a claim; its field `otherwise`, if it has one, replaces "did not hold"."""
-    said = found.verdict(claim.get("same", False))
-    return said if said.startswith("held") else claim.get("otherwise", said)
-
-
 def difference(claim: Mapping[str, Any], plan: Plan, records: Mapping[str, Record]) -> Difference | None:
     """The difference of a claim; None if runs are missing.
 
@@ -102,8 +95,6 @@ def difference(claim: Mapping[str, Any], plan: Plan, records: Mapping[str, Recor
     """
     if "this" not in claim:
         return None
-    if claim.get("steps"):
-        return steps_saved(claim, plan, records)
     modes, images = claim.get("modes", [None, None]), claim.get("images", "test")
     this, that = (best(listed(claim[side]), plan, records) for side in ("this", "that"))
     if this.arm is that.arm:
@@ -165,21 +156,3 @@ def best(names: Sequence[str], plan: Plan, records: Mapping[str, Record]) -> Cel
         return mean(each.top1(images="validation")) if each.good else -math.inf if each.records else math.inf
 
     return max(found, key=worth)
-
-
-def steps_saved(claim: Mapping[str, Any], plan: Plan, records: Mapping[str, Record]) -> Difference | None:
-    """The percentage of steps that `this` saves to reach the final validation accuracy of `that`."""
-    this, that = (cell(plan.arms[claim[name]], records).good for name in ("this", "that"))
-    if not this or not that:
-        return None
-
-    def curve(record: Record) -> list[tuple[int, float]]:
-        return [(line["step"], max(line["top1"].values())) for line in record["curve"] if "top1" in line]
-
-    def share(record: Record) -> float:
-        steps = curve(record)
-        return 100 * (1 - next((step for step, top1 in steps if top1 >= goal), steps[-1][0]) / steps[-1][0])
-
-    goal = mean(max(measured(record, "validation")[mode]["top1"] for mode in MODES) for record in that)
-    saved = [share(record) for record in this if curve(record)]
-    return mean_of(saved, (len(this), len(that))) if saved else None

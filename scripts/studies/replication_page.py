@@ -15,7 +15,7 @@ from studies.base import DOCS, RESULTS, Record
 from studies.full_length import full_length_table, full_lengths
 from studies.records import counted, least_to_most, read_twins
 from studies.render import Content, frame
-from studies.replication_cells import Cell, best, cell, difference, leads_by_length, missing, verdict
+from studies.replication_cells import Cell, best, cell, difference, leads_by_length, missing
 from studies.replication_plan import HELD, Experiment, Plan, listed
 from studies.stats import Difference, spread
 
@@ -116,7 +116,8 @@ def _claims(claims: Found) -> list[dict[str, str]]:
             "the paper says": claim["says"], "where": claim.get("place", ""),
             "paper": f"{claim['paper']:+.2f}" if "paper" in claim else "",
             "here": str(found or ""), "seeds": "" if found is None else _seeds(found),
-            "claim": f"not tested: {claim.get('untested', NOT_RUN)}" if found is None else verdict(claim, found),
+            "claim": found.verdict(claim.get("same", False))
+            if found else f"not tested: {claim.get('untested', NOT_RUN)}",
         }
         for claim, found in claims
     ]  # fmt: skip
