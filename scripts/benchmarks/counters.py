@@ -17,6 +17,7 @@ from bkn_zoo.modes import Statistics
 CHECKPOINTS = ["efficientnet_lite0_bkn.imagenet", "resnet101_bkn.tiny_imagenet", "inception_v2_bkn.tiny_imagenet"]
 KINDS = {
     "Convolution": "convolutions",
+    "GroupConvolution": "convolutions",
     "FullyConnected": "products",
     "Subgraph": "subgraphs",
     "AvgPool": "poolings",
