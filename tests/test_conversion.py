@@ -17,6 +17,7 @@ import torch.nn.functional as F
 import torchvision
 from check_conversion import stir
 from families import FAMILIES
+from gpu import capture, gpu_only
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
@@ -26,7 +27,6 @@ from bkn_zoo.conversion import BATCHNORM_GAIN, Converted, convert, prove, start_
 from bkn_zoo.conversion.record import AT_CHECKPOINT
 from bkn_zoo.errors import ConversionError, InputError, UnknownNameError
 from bkn_zoo.norms import MODES, BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalmanNorm3d
-from gpu import capture, gpu_only
 
 timm = pytest.importorskip("timm")
 
