@@ -20,6 +20,9 @@ class Standardized(Replication):
 
     def answers(self, questions: Questions, folder: Path) -> dict[str, Any]:
         """Accuracy and gains; the weights are kept in the folder."""
+        if questions.recipe.gradient_batch <= 2:
+            # Without a group, `expected` would be `population`.
+            questions.model.statistics_batch_size = questions.recipe.gradient_batch
         weights = questions.model.state_dict()
         halves = {name: value.half() if value.ndim > 1 else value for name, value in weights.items()}
         torch.save(halves, folder / "weights.pt")
