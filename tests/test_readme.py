@@ -168,7 +168,7 @@ def test_findings_about_norms_follow_from_the_records(lead):
     assert "By that rule, plain BKN with two images against BN with 128 is undecided" in text
     assert lead(full, "bkn.128-2", "bn.128-128").verdict(same=True) == "undecided"
     assert "plain BKN with 8 images is within a point of BN, with more parameters" in text
-    assert "plain BKN is within a point of it on CIFAR." in readme
+    assert "Plain BKN is within a point of BN on CIFAR." in readme
     assert lead(full, "bkn.128-8", "bn.128-8").verdict(same=True) == "held"
     assert lead("tiny_full", "bkn.256-4", "bn.256-4").verdict() == "one seed"
     assert "points with one image after a short training, and nothing beyond chance after a full one" in text
