@@ -11,6 +11,7 @@ from bkn_zoo.norms.batch_kalman import (
 from bkn_zoo.norms.kalman import Belief, concatenate, predict, predict_full, update, update_full
 from bkn_zoo.norms.recalibration import recalibrate
 from bkn_zoo.norms.sequential import KalmanSequential
+from bkn_zoo.norms.standardized import standardize_convolutions
 from bkn_zoo.norms.statistics import MODES, Statistics, choose_statistics
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "BatchKalmanNorm3d",
     "KalmanSequential",
     "recalibrate",
+    "standardize_convolutions",
     "no_weight_decay",
     "BatchNorm2d",
     "BatchRenorm2d",
