@@ -63,11 +63,11 @@ class Worker:
     pulse: Connection
     heard: float | None = None
 
-    def hangs(self, now: float) -> bool:
+    def hangs(self, now: float, limit: float) -> bool:
         if self.pulse in wait([self.pulse], 0):
             os.read(self.pulse.fileno(), 4096)
             self.heard = now
-        return self.heard is not None and now - self.heard > MAX_SILENCE
+        return self.heard is not None and now - self.heard > limit
 
 
 Serve = Callable[[Settings, WorkerLink], int]
@@ -117,7 +117,9 @@ def supervise(settings: Settings, serve: Serve) -> int:
                     listener.close()
                 for place, worker in list(workers.items()):
                     process = worker.process
-                    if worker.hangs(time.monotonic()) and not stopping:
+                    # A worker gives no sign while it waits for its last requests.
+                    limit = MAX_SILENCE + settings.deadline * stopping
+                    if worker.hangs(time.monotonic(), limit):
                         log.error("a worker hangs and is killed", extra={"pid": process.pid})
                         process.kill()
                         process.join()
