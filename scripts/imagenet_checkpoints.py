@@ -162,20 +162,12 @@ def learn(lite: str, folder: Path, args: argparse.Namespace) -> None:
     bkn_zoo.save_pretrained(model.cpu(), folder, training=training, default_statistics="population")
 
 
-@torch.inference_mode()
 def agreement_with_population(model: Network, folder: Path) -> dict[str, float]:
     """The share of images, in percent, that a mode and `population` give the same label."""
-    device = next(model.parameters()).device
-    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
-    same = dict.fromkeys(MODES, 0)
-    model.eval()
-    for start in range(0, len(paths), 50):
-        images = [preprocess(open_image(path), model.config.preprocessing) for path in paths[start : start + 50]]
-        x = torch.stack(images).to(device).contiguous(memory_format=torch.channels_last)
-        wanted = model(x, statistics="population").argmax(1)
-        for mode in MODES:
-            same[mode] += int((model(x, statistics=mode).argmax(1) == wanted).sum())
-    return {mode: round(100 * count / len(paths), 2) for mode, count in same.items()}
+    images = [(path, 0) for path in sorted(folder.rglob("*")) if path.suffix.lower() in SUFFIXES]
+    outputs, _ = logits(model.eval(), images, "comparing")
+    wanted = outputs["population"].argmax(1)
+    return {mode: round(100 * (found.argmax(1) == wanted).float().mean().item(), 2) for mode, found in outputs.items()}
 
 
 @torch.inference_mode()
@@ -263,6 +255,8 @@ def finish(lite: str, folder: Path, args: argparse.Namespace) -> None:
         uncertain_below=record["uncertain_below"],
         default_statistics="population",
         license_text=LICENSE,
+        # scripts/report.py writes it.
+        card="",
     )
 
 

@@ -7,6 +7,8 @@ Records in results/runs/ with the same recipe count as runs of the plan.
 
 import argparse
 import dataclasses
+import os
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,18 +19,18 @@ import torch
 
 import bkn_zoo
 from bkn_zoo.errors import CheckpointError, NonFiniteLossError
+from bkn_zoo.images import Preprocessing
 from bkn_zoo.models import Network
 from bkn_zoo.models.inception import InceptionCifar
 from bkn_zoo.models.registry import NORMS as FACTORIES
 from bkn_zoo.modes import MODES
 from bkn_zoo.training.data import Runtime, evaluation_batches
-from bkn_zoo.training.datasets import Data, load_data
+from bkn_zoo.training.datasets import ArrayImages, Data, load_data
 from bkn_zoo.training.evaluation import compute_logits, measure_modes
 from bkn_zoo.training.loop import fit, further_images
 from bkn_zoo.training.recipes import Recipe
 from bkn_zoo.training.state import STATE, begin, load_state
 from studies.base import OFFICIAL, RESULTS, Record, Run, Study, device
-from studies.decoded import decoded_once
 from studies.replication_plan import PLAN, Plan, Training, read_plan, read_records
 from studies.rules import evalnorm, example_weighing, observing_by, recalibrated
 
@@ -119,8 +121,15 @@ def load(recipe: Recipe, root: Path, cache: Path) -> Data:
     if recipe.dataset != "tiny_imagenet":
         return load_data(recipe.dataset, root, recipe.size, recipe.validation)
     where = root / OFFICIAL[recipe.dataset]
-    name = f"{recipe.dataset}.{recipe.size}.{recipe.validation}"
-    return decoded_once(cache, name, where, lambda: load_data(recipe.dataset, where, recipe.size, recipe.validation))
+    of = zlib.crc32(str(where.resolve()).encode())
+    path = cache / f"{recipe.dataset}.{recipe.size}.{recipe.validation}.{of:08x}.pt"
+    if not path.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_suffix(f".{os.getpid()}.tmp")
+        torch.save(load_data(recipe.dataset, where, recipe.size, recipe.validation), scratch)
+        os.replace(scratch, path)
+    with torch.serialization.safe_globals([Data, ArrayImages, Preprocessing]):  # so that loading runs no other code
+        return torch.load(path, mmap=True, weights_only=True)
 
 
 def newer() -> tuple[Plan, dict[str, Record]]:
