@@ -6,6 +6,7 @@ import itertools
 import json
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -140,6 +141,9 @@ def test_statistics_of_removed_norms_are_refused_or_reported(left):
     if left:
         with pytest.warns(RuntimeWarning, match="no effect on 1 of 2 converted norms"):
             converted(X, statistics="sample")
+        with mock.patch.object(converted, "named_modules", wraps=converted.named_modules) as listed:
+            converted(X, statistics="sample")
+        assert listed.call_count == 1
     else:
         with pytest.raises(InputError, match="no effect on 2 of 2 converted norms, because they were removed"):
             converted(X, statistics="sample")

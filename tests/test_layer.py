@@ -484,6 +484,16 @@ def test_failed_recalibration_leaves_everything_as_it_was(batches, says):
         recalibrate(create_model("inception_cifar_gn"), [torch.randn(2, 3, 16, 16)])
 
 
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, BatchKalmanNorm2d])
+def test_recalibrate_keeps_the_averages_of_a_frozen_norm(norm):
+    network = KalmanSequential(norm(3), BatchKalmanNorm2d(3))
+    network(BATCH)
+    network[0].eval().train = lambda mode: None
+    before = memory(network[0])
+    recalibrate(network, [BATCH + 1])
+    assert_close(memory(network[0]), before, rtol=0, atol=0)
+
+
 # Kernels
 
 

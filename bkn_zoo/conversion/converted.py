@@ -354,6 +354,9 @@ def check_convertible(model: nn.Module, name: str) -> None:
         )
     taken = set(OWN_NAMES) & {*dir(type(part)), *vars(part), *part._modules, *part._parameters, *part._buffers}
     taken |= {"statistics"} & inspect.signature(type(part).forward).parameters.keys()
+    # The whole network gets the report, too.
+    if hasattr(model, "report") and not isinstance(model.report, Report):
+        what, taken = kind, taken | {"report"}
     if taken:
         names = " and ".join(sorted(taken))
         raise ConversionError(f"{what} has an attribute or input {names}, which converted networks add: rename it.")

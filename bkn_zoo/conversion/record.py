@@ -98,7 +98,8 @@ def check_norms(network: Any, called: int, mode: str) -> None:
     """Refuse the statistics of an image if the converted norms were removed; warn once if some were."""
     if called >= len(network._norms):
         return
-    gone = [name for name in network._norms if name not in dict(network.named_modules())]
+    there = {name for name, _ in network.named_modules()}
+    gone = [name for name in network._norms if name not in there]
     message = (
         f"statistics={mode!r} has no effect on {len(gone)} of {len(network._norms)} converted norms, because they were "
         "removed, as by folding them into convolutions: use the network before that, or statistics='population'."

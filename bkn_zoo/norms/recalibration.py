@@ -13,10 +13,11 @@ from bkn_zoo.torch_internals import AnyBatchNorm
 
 @torch.no_grad()
 def recalibrate(model: nn.Module, batches: Iterable[Any], device: torch.device | str | None = None) -> None:
-    """Replace all running averages by those over `batches`, which pass through the model in training mode.
+    """Replace the running averages by those over `batches`, which pass through the model in training mode.
 
     Use it for weights that were averaged, pruned or replaced, instead of `torch.optim.swa_utils.update_bn`, which does
-    not know the layers of this package. If it fails, it restores the previous averages.
+    not know the layers of this package. If it fails, it restores the previous averages. Norms that no batch updates,
+    such as frozen ones, keep theirs.
 
     Args:
         batches: batches of images, or tuples that begin with them, as large as in training.
@@ -27,8 +28,9 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], device: torch.device |
     if not norms:
         raise InputError("this model has no running averages, so there is nothing to recalibrate.")
     momenta = [norm.momentum for norm in norms]
-    before = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
+    before = {norm: [(buffer, buffer.clone()) for buffer in norm.buffers()] for norm in norms}
     steps = [norm.num_batches_tracked.clone() for norm in norms]
+    unchanged = norms
     try:
         for norm in norms:
             norm.reset_running_stats()
@@ -44,11 +46,10 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], device: torch.device |
             raise InputError("batches is empty: pass batches of training images.")
         if any(isinstance(norm, RunningNorm) and norm.skipped_steps and not norm.num_batches_tracked for norm in norms):
             raise InputError("a norm received no finite batch: check the data and the weights.")
-    except BaseException:
-        for buffer, value in before:
-            buffer.copy_(value)
-        raise
+        unchanged = [norm for norm in norms if not norm.num_batches_tracked]
     finally:
+        for buffer, value in (pair for norm in unchanged for pair in before[norm]):
+            buffer.copy_(value)
         for norm, momentum, step in zip(norms, momenta, steps, strict=True):
             norm.momentum = momentum
             if momentum is not None:  # without momentum, it counts the steps of the new average
