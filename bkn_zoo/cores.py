@@ -7,6 +7,7 @@ from pathlib import Path, PurePosixPath
 
 from bkn_zoo.errors import InputError
 
+ROOT = Path("/")
 _sharers = 1
 
 
@@ -15,9 +16,9 @@ def allowed_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def usable_cores(root: Path = Path("/")) -> int:
+def usable_cores() -> int:
     """The number of these cores, limited by the CPU quota of its control groups. A fraction of a core counts as one."""
-    quota = _quota(root) / _sharers
+    quota = _quota() / _sharers
     return allowed_cores() if quota >= allowed_cores() else max(1, math.ceil(quota))
 
 
@@ -53,17 +54,17 @@ def check_device(device: str) -> None:
         raise InputError(f"device {device!r} is not available: choose {there}.") from None
 
 
-def _quota(root: Path) -> float:
+def _quota() -> float:
     """The quota in cores, or infinity. The quota of a control group includes the groups inside: the smallest counts."""
     group = PurePosixPath("/")
     # The file is missing on other systems than Linux.
     with suppress(OSError, IndexError):
-        group = PurePosixPath((root / "proc/self/cgroup").read_text().strip().split(":", 2)[2])
+        group = PurePosixPath((ROOT / "proc/self/cgroup").read_text().strip().split(":", 2)[2])
     least = math.inf
     # In a container, the group may have its outside name but be mounted at the top.
     for place in (group, *group.parents):
         # The file is missing, or contains "max".
         with suppress(OSError, ValueError):
-            quota, period = map(int, (root / "sys/fs/cgroup" / str(place).lstrip("/") / "cpu.max").read_text().split())
+            quota, period = map(int, (ROOT / "sys/fs/cgroup" / str(place).lstrip("/") / "cpu.max").read_text().split())
             least = min(least, quota / period)
     return least

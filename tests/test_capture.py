@@ -85,7 +85,7 @@ def test_twenty_compiled_steps_are_the_same_as_launched_ones(how):
 
 
 @pytest.mark.parametrize("odd", [False, pytest.param(True, marks=gpu_only)])
-def test_steps_that_cannot_be_replayed_are_launched(odd):
+def test_steps_that_cannot_be_replayed_are_launched(odd, monkeypatch):
     """Steps on a CPU, and batches of another size than the captured one."""
     seen = []
 
@@ -93,7 +93,8 @@ def test_steps_that_cannot_be_replayed_are_launched(odd):
         seen.append(len(images))
         return images.sum()
 
-    take = captured(step, eager_steps=1)
+    monkeypatch.setattr("bkn_zoo.training.capture.EAGER_STEPS", 1)
+    take = captured(step)
     full = torch.ones(4, device=DEVICE)
     results = [take(full) for _ in range(4)] + [take(full[:3] if odd else full)]
     assert [result.item() for result in results] == [4, 4, 4, 4, 3 if odd else 4]
@@ -101,7 +102,7 @@ def test_steps_that_cannot_be_replayed_are_launched(odd):
 
 
 @gpu_only
-def test_a_capture_that_failed_is_tried_again():
+def test_a_capture_that_failed_is_tried_again(monkeypatch):
     fails = [True]
 
     def step(numbers):
@@ -109,7 +110,8 @@ def test_a_capture_that_failed_is_tried_again():
             raise MemoryError("no room")
         return numbers.sum()
 
-    take = captured(step, eager_steps=1)
+    monkeypatch.setattr("bkn_zoo.training.capture.EAGER_STEPS", 1)
+    take = captured(step)
     full = torch.full((4,), 0.5, device=DEVICE)
     take(full)
     with pytest.raises(MemoryError):

@@ -1,14 +1,12 @@
 """Any batch-normalized network becomes a BKN network: the same outputs, the same step at gain 1, the same names."""
 
 import copy
-import gzip
 import pickle
 import random
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,7 +28,6 @@ from bkn_zoo.norms import MODES, BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalm
 
 timm = pytest.importorskip("timm")
 
-DATA = Path(__file__).parent / "data"
 pytestmark = pytest.mark.filterwarnings("ignore:statistics=.* converted but not:RuntimeWarning")
 
 
@@ -716,17 +713,6 @@ def test_a_converted_network_keeps_its_class_and_copies():
     assert converted(images).shape == (2, 3)
 
 
-def test_converted_network_pickled_by_0_1_0_loads():
-    stored = pickle.loads(gzip.decompress((DATA / "converted_0.1.0.pickle.gz").read_bytes()))
-    network, x = stored["network"], torch.linspace(-1, 1, 486).view(2, 3, 9, 9)
-    for again in (network, copy.deepcopy(network), pickle.loads(pickle.dumps(network))):
-        assert type(again[4]) is BatchKalmanNorm2d
-        assert again[4].link.default == again.default_statistics
-        for mode, sums in stored["outputs"].items():
-            torch.testing.assert_close(again(x, statistics=mode).sum((0, 2, 3)), torch.tensor(sums))
-    network.train()(x).sum().backward()
-
-
 class Anything(nn.Module):
     """What a traced network could not do."""
 
@@ -888,6 +874,10 @@ def test_a_wrong_part_is_refused_with_the_reason():
         convert(Block(lambda m, x: x, stem=small(), body_=small(), top=small()), only="body")
     with pytest.raises(ConversionError, match=r"the part '0\.0' contains no batch norm"):
         convert(nn.Sequential(small()), only="0.0")
+    whole = nn.Sequential(small())
+    whole.report = "a word"
+    with pytest.raises(ConversionError, match="Sequential has an attribute or input report, which"):
+        convert(whole, only="0")
 
 
 # Proof

@@ -28,16 +28,17 @@ QUOTAS = {
 
 
 @pytest.mark.parametrize(("group", "files", "cores"), QUOTAS.values(), ids=QUOTAS)
-def test_cores_are_those_that_affinity_and_quota_leave(tmp_path, group, files, cores):
+def test_cores_are_those_that_affinity_and_quota_leave(tmp_path, monkeypatch, group, files, cores):
     written = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
     for name, text in (written | ({} if group is None else {"proc/self/cgroup": group})).items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
-    assert usable_cores(tmp_path) == cores
+    monkeypatch.setattr("bkn_zoo.cores.ROOT", tmp_path)
+    assert usable_cores() == cores
 
 
 def test_processes_and_threads_share_a_quota(monkeypatch):
-    monkeypatch.setattr("bkn_zoo.cores._quota", lambda root: 3.0)
+    monkeypatch.setattr("bkn_zoo.cores._quota", lambda: 3.0)
     found = [share_quota(processes) or usable_cores() for processes in (1, 2, 3, 8)]
     assert found == [3, 2, 1, 1]
     share_quota(1)

@@ -435,6 +435,14 @@ def test_openvino_rounds_the_size_of_a_pooling_as_pytorch_does(shape, ceil_mode,
         assert_close(found, F.max_pool2d(x, **options), atol=0, rtol=0)
 
 
+@needs_openvino
+@pytest.mark.parametrize("shape", [(1, 4, 9), (1, 4, 3, 5)])
+def test_openvino_normalizes_groups_of_any_dimensions(shape):
+    norm, x = nn.GroupNorm(2, 4).requires_grad_(False), torch.randn(shape)
+    nn.init.normal_(norm.weight)
+    assert_close(by_openvino(norm, x), norm(x))
+
+
 # What is refused
 
 

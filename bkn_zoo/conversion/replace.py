@@ -99,19 +99,3 @@ def _links(layer: BatchKalmanNorm, key: str, plan: ConversionPlan, order: str) -
         keys = tuple((f"{network}/{each.name}", each.number, each.features) for each in calls)
         links.append(Link(keys, name, call.ordered, call.single))
     return tuple(links)
-
-
-def _earlier(kind: type[BatchKalmanNorm]) -> type[BatchKalmanNorm]:
-    """A class in pickles of earlier versions. Its norms become norms of `kind` with `Links` when they are loaded."""
-
-    class Earlier(kind):  # type: ignore[misc,valid-type]
-        def __setstate__(self, state: dict[str, Any]) -> None:
-            place = Links(*(state.pop(name) for name in ("key", "label", "links")))
-            now = {"link": place, "carries_belief": False, "dims": ANY_DIMS, "centered": True}
-            super().__setstate__(state | now)
-            self.__class__ = kind  # type: ignore[assignment]
-
-    return Earlier
-
-
-LinkedNorm1d, LinkedNorm2d, LinkedNorm3d = map(_earlier, (BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalmanNorm3d))

@@ -22,10 +22,6 @@ class NormRow:
         return self.note.startswith("left: ")
 
 
-Row = NormRow
-"""Its name in pickles of earlier versions."""
-
-
 @dataclass(frozen=True)
 class Report:
     """The converted norms in the order of their calls, then unchanged ones; guesses about operations without a rule."""

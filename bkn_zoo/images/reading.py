@@ -54,9 +54,7 @@ def open_image(source: ImageSource, max_pixels: int = MAX_PIXELS) -> Image.Image
     if isinstance(source, np.ndarray):
         return _to_rgb(_from_array(source, max_pixels))
     if isinstance(source, Image.Image):
-        named = next((name for name, (_, file) in FORMATS.items() if isinstance(source, file)), source.format)
-        kind = "an image" if named is None else f"a {named} file"
-        return _decode_image(source, "the image", kind, max_pixels)
+        return _decode_image(source, "the image", max_pixels)
     if isinstance(source, bytes | bytearray | memoryview):
         return _from_bytes(bytes(source), "the image", max_pixels)
     if isinstance(source, str | os.PathLike):
@@ -129,8 +127,7 @@ def _read_file(path: str | os.PathLike[str], max_pixels: int) -> bytes:
 
 
 def _from_bytes(data: bytes, what: str, max_pixels: int) -> Image.Image:
-    image = open_header(data, max_pixels, what)
-    return _decode_image(image, what, f"a {find_format(data, what)} file", max_pixels)
+    return _decode_image(open_header(data, max_pixels, what), what, max_pixels)
 
 
 def open_header(data: bytes, max_pixels: int = MAX_PIXELS, what: str = "the image") -> ImageFile:
@@ -153,7 +150,7 @@ def open_header(data: bytes, max_pixels: int = MAX_PIXELS, what: str = "the imag
         raise _explain(error, what, f"a {name} file") from error
 
 
-def _decode_image(image: Image.Image, what: str, kind: str, max_pixels: int) -> Image.Image:
+def _decode_image(image: Image.Image, what: str, max_pixels: int) -> Image.Image:
     try:
         _check_size(image.size, what, max_pixels)
         if isinstance(image, TiffImageFile):
@@ -169,7 +166,8 @@ def _decode_image(image: Image.Image, what: str, kind: str, max_pixels: int) -> 
     except ImageError:
         raise
     except Exception as error:
-        raise _explain(error, what, kind) from error
+        named = next((name for name, (_, file) in FORMATS.items() if isinstance(image, file)), image.format)
+        raise _explain(error, what, "an image" if named is None else f"a {named} file") from error
 
 
 def _explain(error: Exception, what: str, kind: str) -> ImageError:

@@ -332,9 +332,9 @@ class OpenVINOEngine(Engine):
         return self.precision if where is None else "f32"
 
 
-def too_large_for_f16(model: nn.Module, mode: str) -> str | None:
+def too_large_for_f16(model: BeliefNetwork, mode: str) -> str | None:
     """The first norm whose statistics OpenVINO cannot compute in f16 in this mode, by name; None if there is none."""
-    mode = choose_statistics(False, mode, getattr(model, "statistics_batch_size", None)).mode
+    mode = choose_statistics(False, mode, model.statistics_batch_size).mode
     for name, norm in model.named_modules():
         if mode != "population" and isinstance(norm, RunningNorm) and norm.has_averages:
             means, variances = norm.running_mean.abs(), torch.maximum(norm.running_var, norm.image_var)

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from bkn_zoo.errors import InputError
 from bkn_zoo.models.inception import Inception, side_by_side
 from bkn_zoo.models.network import BeliefNetwork, Branch, ConvNorm, State
+from bkn_zoo.modes import Statistics
 from bkn_zoo.norms.batch_kalman import BatchKalmanNorm
 from bkn_zoo.norms.kalman import Belief, Factors, carry, carry_variance
 from bkn_zoo.norms.running import RunningNorm, refuse_single_values
 from bkn_zoo.norms.standardized import with_constant_weights
-from bkn_zoo.norms.statistics import Statistics, finish, in_full_precision
+from bkn_zoo.norms.statistics import finish, in_full_precision
 
 SMALL_TRANSITION = 2**17
 """Numbers in the largest A = U V that is multiplied out: two products are faster than seven operations with U and V."""

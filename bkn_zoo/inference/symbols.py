@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bkn_zoo.errors import InputError
+from bkn_zoo.kernels.pool import out_size
 
 try:
     import openvino as ov
@@ -178,7 +179,7 @@ def _group_norm(x: Any, groups: int, weight: Any, bias: Any, eps: float) -> Any:
     var = _mean(ops.multiply(deviation, deviation).output(0), -1, True)
     scale = ops.power(ops.add(var, number(eps)), number(-0.5))
     y = ops.reshape(ops.multiply(deviation, scale), list(x.shape), False)
-    return ops.add(ops.multiply(y, _per_channel(weight, 4)), _per_channel(bias, 4))
+    return ops.add(ops.multiply(y, _per_channel(weight, len(x.shape))), _per_channel(bias, len(x.shape)))
 
 
 def _per_channel(vector: Any, ndim: int) -> Any:
@@ -229,12 +230,8 @@ def _max_pool2d(
 
 def _rounded_up(sizes: Any, kernel: list[int], strides: list[int], pads: list[int]) -> list[int]:
     """The padding that gives maps the rounded-up size of PyTorch, up to the end of the last window."""
-    ends = []
-    for size, k, s, p in zip(sizes, kernel, strides, pads, strict=True):
-        # The last window that begins before the padding at the end.
-        last = min(-(-(size + 2 * p - k) // s), (size + p - 1) // s)
-        ends.append(max(p, last * s + k - size - p))
-    return ends
+    windows = zip(sizes, kernel, strides, pads, strict=True)
+    return [max(p, (out_size(size, k, s, p, True) - 1) * s + k - size - p) for size, k, s, p in windows]
 
 
 def avg_pool2d(
@@ -382,7 +379,7 @@ def _to(x: Any, *args: Any, **kwargs: Any) -> Any:
     return x
 
 
-def _dropout(x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+def _dropout(x: Any, p: float = 0.5, training: bool = True) -> Any:
     return x if not training else x._decides()
 
 

@@ -41,14 +41,14 @@ class Kernel(NamedTuple):
         return self.programs, *self.across
 
 
-def launcher(code: Any, version: str = triton.__version__) -> tuple[Callable[..., None], tuple[Any, ...]]:
+def launcher(code: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
     """The function that launches compiled code, and its arguments between the stream and the kernel's own arguments.
 
     Triton's launcher is a class around a C function. More than half of its time is spent in the class, which looks for
     memory that a kernel may request. Our kernels request none. The arguments of the function are those of known
     versions of Triton; other versions use the class.
     """
-    run, known = code.run, tuple(version.split(".")[:2])
+    run, known = code.run, tuple(triton.__version__.split(".")[:2])
     metadata, hooks = code.packed_metadata, (None, None, None)
     wants = [getattr(run, name, True) for name in ("global_scratch_size", "profile_scratch_size")]
     if any(wants) or getattr(run, "gsan_enabled", False) or known not in KNOWN:

@@ -83,7 +83,6 @@ class Tile(NamedTuple):
     height: int
     width: int
     channels: int
-    warps: int
 
 
 @lru_cache
@@ -101,7 +100,7 @@ def choose_tile(rows: int, columns: int, channels: int) -> Tile:
         height, width = shape
         return -(-rows // height) * -(-columns // width)
 
-    return Tile(*min(shapes, key=computed), block_c, 4)
+    return Tile(*min(shapes, key=computed), block_c)
 
 
 def plan(
@@ -114,7 +113,7 @@ def plan(
     values |= dict(zip("KSP", window, strict=True))
     values |= {"BLOCK_H": tile.height, "BLOCK_W": tile.width, "BLOCK_C": tile.channels}
     across = -(-values["channels"] // tile.channels), images
-    return Launches([Kernel(function, tiles, tile.warps, across=across)], tensors, values, 0)
+    return Launches([Kernel(function, tiles, across=across)], tensors, values, 0)
 
 
 @lru_cache(PLANS)

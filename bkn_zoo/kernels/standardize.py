@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 BLOCK = 1024
-WARPS = 4
 
 
 class Rows(NamedTuple):
@@ -103,7 +102,7 @@ class StandardizeAll(torch.autograd.Function):
         count = len(rows.table)
         moments = torch.empty(count, 2, device=rows.table.device)
         out = torch.empty(sum(rows.sizes), dtype=dtype, device=rows.table.device)
-        standardize_row[(count,)](rows.table, weights[0], out, moments, eps, BLOCK=BLOCK, num_warps=WARPS)
+        standardize_row[(count,)](rows.table, weights[0], out, moments, eps, BLOCK=BLOCK)
         ctx.rows = rows
         ctx.save_for_backward(moments, *weights)
         return _laid_out(out, weights, rows)
@@ -116,9 +115,7 @@ class StandardizeAll(torch.autograd.Function):
         # One copy of all gradients: their addresses differ in every step, and a table of them would have to be sent.
         flat = [_in_order(gradient, weight) for gradient, weight in zip(gradients, weights, strict=True)]
         out = torch.empty(sum(rows.sizes), dtype=weights[0].dtype, device=moments.device)
-        gradient_row[(len(rows.table),)](
-            rows.table, weights[0], torch.cat(flat), moments, out, BLOCK=BLOCK, num_warps=WARPS
-        )
+        gradient_row[(len(rows.table),)](rows.table, weights[0], torch.cat(flat), moments, out, BLOCK=BLOCK)
         return None, None, None, *_laid_out(out, weights, rows)
 
 

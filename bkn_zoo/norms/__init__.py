@@ -1,5 +1,6 @@
 """Normalization layers. All take (x, prior, statistics, residual, relu) and return (y, belief or None)."""
 
+from bkn_zoo.modes import MODES, Statistics, choose_statistics
 from bkn_zoo.norms.baselines import BatchNorm2d, BatchRenorm2d, GroupNorm2d
 from bkn_zoo.norms.batch_kalman import (
     BatchKalmanNorm,
@@ -12,7 +13,6 @@ from bkn_zoo.norms.kalman import Belief, concatenate, predict, predict_full, upd
 from bkn_zoo.norms.recalibration import recalibrate
 from bkn_zoo.norms.sequential import KalmanSequential
 from bkn_zoo.norms.standardized import standardize_convolutions
-from bkn_zoo.norms.statistics import MODES, Statistics, choose_statistics
 
 __all__ = [
     "BatchKalmanNorm",

@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from bkn_zoo.modes import MODES, Statistics, choose_statistics  # noqa: F401, also exported from here
 from bkn_zoo.norms.kalman import Belief
 
 

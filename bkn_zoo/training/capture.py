@@ -12,16 +12,15 @@ EAGER_STEPS = 3
 EAGER_STEPS_TOGETHER = 12  # with several processes; DistributedDataParallel rebuilds its buckets in the first eleven
 
 
-def captured(step: Callable[..., Tensor], eager_steps: int | None = None) -> Callable[..., Tensor]:
-    """A step that runs normally for a few calls, then replays from a CUDA graph.
+def captured(step: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A step that runs normally for 3 calls (12 with several processes), then replays from a CUDA graph.
 
     The whole step is replayed on the same memory: its inputs are copied there, and the result is a copy. So a learning
     rate that changes must be a tensor on the GPU, gradients are accumulated by a loop within the step, and nothing may
     depend on the value of a tensor. DistributedDataParallel is captured with its NCCL calls if it was created on the
     same side stream (`side_stream`). Batches of other shapes or types than the first, and on a CPU, run normally.
-    `eager_steps` is the number of calls before the capture; by default 3, or 12 with several processes.
     """
-    left = (EAGER_STEPS_TOGETHER if dist.is_initialized() else EAGER_STEPS) if eager_steps is None else eager_steps
+    left = EAGER_STEPS_TOGETHER if dist.is_initialized() else EAGER_STEPS
     # Shapes and types of the first batch.
     kind: list[Any] = []
     buffers, graph, result = list[Tensor](), None, torch.empty(0)
