@@ -8,7 +8,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from bkn_zoo.errors import BknZooError, CheckpointError, InputError, NonFiniteLossError, TrainingError, UnknownNameError
-from bkn_zoo.upper import UPPER_MODULES
 from bkn_zoo.version import __version__
 
 if TYPE_CHECKING:
@@ -64,8 +63,6 @@ __all__ += [*LAZY_NAMES, "__version__"]
 
 PACKAGES = ("checkpoints", "conversion", "images", "inference", "kernels", "models", "norms", "publishing", "training")
 """Packages that can be used as attributes, such as `bkn_zoo.norms`, without importing them first."""
-
-UPPER_MODULES.update(checkpoints="bkn_zoo.checkpoints.folder", libraries="bkn_zoo.conversion.libraries")
 
 
 def __getattr__(name: str) -> Any:

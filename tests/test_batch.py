@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -143,6 +144,15 @@ def test_new_images_are_added_to_json_lines_only(whole, tmp_path, capsys):
     assert cli.main(arguments(str(tmp_path / "out.csv"))) == 2
     assert "out.csv exists, and only .jsonl files can be extended" in capsys.readouterr().err
     assert (tmp_path / "out.csv").read_text() == "mine"
+
+
+def test_every_image_from_standard_input_is_added(tmp_path, monkeypatch, capsys):
+    for k in range(1, 4):
+        piped = SimpleNamespace(buffer=io.BytesIO(Path(f"photos/000{k}.png").read_bytes()))
+        monkeypatch.setattr(sys, "stdin", piped)
+        assert cli.main(arguments(str(tmp_path / "out.jsonl"), paths=["-"])) == 0
+        assert f"bkn-zoo: {k} image" in capsys.readouterr().err.splitlines()[-1]
+        assert len(results(tmp_path / "out.jsonl")) == 2 * k
 
 
 @pytest.mark.parametrize(

@@ -384,6 +384,13 @@ def test_default_card_is_replaced_and_any_if_another_is_given(folder, tmp_path):
     assert (renamed / "README.md").read_text() == "# What I found out since\n"
 
 
+def test_license_stays_unless_another_is_given(folder):
+    file("LICENSE", b"mine\n")(folder)
+    for options, text in (({}, "mine\n"), ({"license_text": "new\n"}, "new\n")):
+        save_pretrained(make(), folder, **options)
+        assert (folder / "LICENSE").read_text() == text
+
+
 def filled(name, value):
     return lambda model: model.state_dict()[name].fill_(value)
 

@@ -15,6 +15,7 @@ from PIL import Image
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
+from bkn_zoo.cores import usable_cores
 from bkn_zoo.errors import InputError
 from bkn_zoo.images import Preprocessing, open_image, reading
 from bkn_zoo.images.reading import open_file, resized_box, upright_size
@@ -124,8 +125,12 @@ def tiny(tmp_path):
 @pytest.mark.parametrize("chunk", [1000, 3])
 def test_tiny_imagenet_is_numbered_as_wnids(tiny, monkeypatch, chunk, capsys):
     """And tested on its annotated images, whether one process decodes them or several."""
+    pools, pool = [], datasets.ProcessPoolExecutor
+    monkeypatch.setattr(datasets, "ProcessPoolExecutor", lambda n, **how: pools.append(n) or pool(n, **how))
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(datasets, "CHUNK", chunk)
     data = load_data("tiny_imagenet", tiny, size=128, validation=0.2)
+    assert pools == [min(16, usable_cores())] * 2
     assert data.label_names == ["goldfish", "tench"]
     assert (data.preprocessing.size, data.preprocessing.native_size) == (128, 64)
     assert (len(data.train), len(data.validation)) == (8, 2)

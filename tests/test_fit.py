@@ -315,8 +315,8 @@ def validated(monkeypatch, losses):
 
     def scripted(training, *_):
         seen.append({name: tensor.clone() for name, tensor in training.result.state_dict().items()})
-        metrics = {"top1_low": 0.0, "top1_high": 100.0, "loss": losses[len(seen) - 1], "loss_error": 0.1}
-        return {"population": {"top1": 50.0, **metrics}, "sample": {"top1": 0.0, **metrics, "loss": 0.0}}
+        metrics = {"top1": 50.0, "top1_low": 0.0, "top1_high": 100.0, "loss_error": 0.1}
+        return {"population": metrics | {"loss": losses[len(seen) - 1]}}
 
     monkeypatch.setattr(loop, "validate_epoch", scripted)
     return seen
@@ -579,17 +579,11 @@ def test_optimizer_state_of_another_device_is_resumed(tmp_path, here):
     assert {group["capturable"] for group in ours.optimizer.param_groups} == {here}
 
 
-def test_states_of_earlier_versions_are_resumed(uninterrupted, tmp_path, monkeypatch):
-    """They have further fields, the old name of the group size, and no fields that were added since."""
+def test_resuming_measures_the_mode_of_earlier_epochs(tmp_path, monkeypatch):
     killed(monkeypatch, 4, tmp_path)
-    path = tmp_path / "state.pt"
-    state = torch.load(path, weights_only=True)
-    recipe = json.loads(state["recipe"])
-    recipe["statistics_batch"] = recipe.pop("statistics_batch_size")
-    del recipe["patience"]
-    more = {"data": "photos", "images": [24, 24], "label_names": ["dark", "bright"], "recipe": json.dumps(recipe)}
-    torch.save(state | more, path)
-    assert_identical(weights(run(tmp_path, resume=True)), weights(uninterrupted))
+    state = loaded(tmp_path)
+    fit(state, RECIPE, data(), tmp_path, Runtime(CPU, quiet=True, modes=("population",)))
+    assert [[*line["validation"]] for line in state.history] == [["expected"]] * 2
 
 
 def test_unusable_state_is_refused_in_one_sentence(tmp_path):

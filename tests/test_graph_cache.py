@@ -13,6 +13,7 @@ from PIL import Image
 from torch.testing import assert_close
 
 from bkn_zoo import create_model, save_pretrained
+from bkn_zoo.checkpoints import files
 from bkn_zoo.checkpoints import folder as checkpoints
 from bkn_zoo.cli import main
 from bkn_zoo.images import Preprocessing
@@ -131,6 +132,14 @@ def test_stored_graph_gives_the_same_answers(classify, folder, mode, precision):
     # Another mode or precision has another graph.
     others = classify("--statistics", "population" if mode == "sample" else "sample")
     assert others[0] != first[0]
+
+
+def test_each_start_hashes_the_weights_once(classify, folder, monkeypatch):
+    hashed, plain = [], files.sha256
+    monkeypatch.setattr(files, "sha256", lambda path: hashed.append(path.name) or plain(path))
+    for count in (1, 2):
+        classify(quick=count == 2)
+        assert hashed == ["model.safetensors"] * count
 
 
 def test_stored_graph_needs_no_pytorch(checkpoint, classify, folder):

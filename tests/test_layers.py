@@ -147,7 +147,7 @@ def loaded():
 def test_slow_libraries_are_imported_by_the_first_use(loaded):
     """PyTorch alone takes seconds."""
     ours = {name.removeprefix("bkn_zoo.") for name in loaded["package"] if name.startswith("bkn_zoo")}
-    assert ours == {"bkn_zoo", "errors", "upper", "version"}
+    assert ours == {"bkn_zoo", "errors", "version"}
     assert loaded["list"].isdisjoint(HEAVY)
     # The process that only supervises workers needs neither.
     assert loaded["command"].isdisjoint(["torch", "fastapi"])

@@ -20,7 +20,7 @@ import bkn_zoo
 from bkn_zoo import InputError, cli
 from bkn_zoo.checkpoints.files import lock
 from bkn_zoo.checkpoints.hub import check_repository
-from bkn_zoo.checkpoints.provenance import environment
+from bkn_zoo.checkpoints.provenance import environment, hardware
 from bkn_zoo.cli.train import parse_training as parse
 from bkn_zoo.cli.train import run_training as main
 from bkn_zoo.errors import HubError
@@ -254,6 +254,8 @@ def test_fine_tuning_leaves_what_evaluate_confirms(tree, checkpoint, tmp_path, m
     more += ("--keep", "last", "--freeze", "0", "--ema", "0", "--optimizer", "sgd")
     monkeypatch.setattr(sys, "argv", ["bkn-zoo", "train", "--init", str(checkpoint)])
     monkeypatch.setattr("bkn_zoo.training.evaluation.FEWEST_RIGHT", 1)
+    gpu = SimpleNamespace(is_available=lambda: True, get_device_name=lambda device=None: f"a GPU, {device}")
+    monkeypatch.setattr("bkn_zoo.checkpoints.provenance.torch", SimpleNamespace(cuda=gpu))
     command("train", "--data", tree, "--init", checkpoint, *more)
 
     fields = "ema_0-epochs_2-freeze_0-gradient_batch_8-keep_last-lr_0.001-optimizer_sgd-validation_0.3"
@@ -279,7 +281,8 @@ def test_fine_tuning_leaves_what_evaluate_confirms(tree, checkpoint, tmp_path, m
     # The weights are not averaged.
     facts |= {"statistics_anew": False}
     assert {name: record[name] for name in facts} == facts
-    assert {"seconds", "hardware", "versions"} <= record.keys()
+    assert {"seconds", "versions"} <= record.keys()
+    assert record["hardware"] == hardware("cpu") != hardware("cuda:1") == "a GPU, cuda:1"
     assert [line["epoch"] for line in record["curve"]] == [0, 1, 2]  # the first with the frozen network
     validation, chosen = record["curve"][record["kept_epoch"]]["validation"], record["chosen_statistics"]
     # The mode of the checkpoint.
@@ -293,6 +296,7 @@ def test_fine_tuning_leaves_what_evaluate_confirms(tree, checkpoint, tmp_path, m
     for engine in ("eager", "torch"):
         command("evaluate", output, "--data", tree, "--device", "cpu", "--engine", engine, "--output", "measured.json")
         rows = {row["statistics"]: row for row in read("measured.json")["rows"]}
+        assert read("measured.json")["hardware"] == record["hardware"]
         assert rows.keys() == record["test"].keys() == MODES
         for mode, metrics in record["test"].items():
             assert rows[mode]["images"] == 8  # the same share was held out
@@ -572,11 +576,11 @@ def test_stopped_training_says_how_to_resume(tmp_path, monkeypatch, capsys, proc
 )
 def test_result_says_how_its_command_was_started(monkeypatch, started, processes, here, told):
     # Others cannot resume it.
-    monkeypatch.setattr(sys, "argv", [started, "--data", "/home/me/photos", "--resume"])
+    monkeypatch.setattr(sys, "argv", [started, "--data", "/home/me/photos", "--set=init=/home/me/a=b/c", "--resume"])
     monkeypatch.setattr("bkn_zoo.checkpoints.provenance.processes", lambda: processes)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
     found = environment(0)
-    assert (found["command"], found["processes"]) == (f"{told} --data photos", processes)
+    assert (found["command"], found["processes"]) == (f"{told} --data photos --set=init=c", processes)
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

@@ -1,9 +1,9 @@
 """Networks by their names: those of the zoo, and those of libraries, which a module of an upper layer builds."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from bkn_zoo.errors import UnknownNameError
-from bkn_zoo.upper import upper
 
 if TYPE_CHECKING:
     from bkn_zoo.models.network import Network
@@ -41,4 +41,5 @@ def is_model(name: str) -> bool:
 def _libraries(name: str) -> Any:
     if not of_library(name):
         raise UnknownNameError(f"unknown library in {name!r}: choose one of {', '.join(LIBRARIES)}.")
-    return upper("libraries")
+    # By its name, because imports lead to lower layers.
+    return import_module("bkn_zoo.conversion.libraries")

@@ -162,6 +162,11 @@ def make_folder(folder: Path) -> None:
         raise InputError(f"{folder} is not writable: choose another folder for the results.")
 
 
+def check_folder(path: Path) -> None:
+    if not path.is_dir():
+        raise InputError(f"there is no folder {path}: pass the folder of the data set.")
+
+
 def check_file(path: Path, ending: str) -> None:
     """Refuse a file that cannot be written, before the work for it begins."""
     if path.suffix != ending:

@@ -69,7 +69,7 @@ def save_pretrained(
         default_statistics: the mode of calls that do not choose one; by default that of the model.
         card: text of README.md; by default a card from the config, which never replaces a card with more in it.
         license: the licence that this card names, an identifier of the Hub such as "mit"; by default none.
-        license_text: text of a file LICENSE, for weights with a licence of their own.
+        license_text: text of a file LICENSE, for weights with a licence of their own; by default the folder's.
     """
     config = _make_config(
         model, default_statistics, label_names=label_names, preprocessing=preprocessing, training=training,
@@ -92,6 +92,8 @@ def save_pretrained(
         write_file(scratch / CARD, card.encode())
         if license_text is not None:
             write_file(scratch / LICENSE, license_text.encode())
+        elif (folder / LICENSE).is_file():
+            write_file(scratch / LICENSE, (folder / LICENSE).read_bytes())
         files.put_in_place(scratch, folder)
     except BknZooError as error:
         raise CheckpointError(f"{folder} was not written, because it would not load: {error}") from error

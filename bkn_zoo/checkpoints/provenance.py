@@ -23,15 +23,14 @@ PACKAGES = (
 )  # fmt: skip
 
 
-def environment(seed: int | None = None) -> dict[str, Any]:
-    """The command, hardware and versions of the running script."""
+def environment(seed: int | None = None, device: Any = None) -> dict[str, Any]:
+    """The command, hardware and versions of the running script, which used this device, as in `hardware`."""
     installed = {"bkn-zoo": __version__}
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             installed[name] = metadata.version(name)
-    # Paths of this machine mean nothing to others, so keep only their last part, and scripts/ for a script. Drop
-    # --resume, because it continues a run that others do not have.
-    words = [Path(word).name if os.path.isabs(word) else word for word in sys.argv if word != "--resume"]
+    # Keep scripts/ of a script. Drop --resume, because it continues a run that others do not have.
+    words = [without_folders(word) for word in sys.argv if word != "--resume"]
     if os.path.isabs(sys.argv[0]) and Path(sys.argv[0]).parent.name == "scripts":
         words[0] = f"scripts/{words[0]}"
     if os.path.isabs(sys.argv[0]) and words[0] == "__main__.py":
@@ -39,16 +38,26 @@ def environment(seed: int | None = None) -> dict[str, Any]:
     return {
         "command": shlex.join(launched(words)),
         "processes": processes(),
-        "hardware": hardware(),
+        "hardware": hardware(device),
         "versions": {"python": platform.python_version(), **installed},
         "seed": seed,
     }
 
 
-def write_results(path: Path, rows: list[dict[str, Any]], seed: int | None = None, **more: Any) -> None:
+def without_folders(word: str) -> str:
+    """A word of a command with the last part only of a path on this machine, which means nothing to others."""
+    option, equals, value = word.partition("=")
+    if os.path.isabs(word):
+        return Path(word).name
+    return f"{option}={without_folders(value)}" if equals else word
+
+
+def write_results(
+    path: Path, rows: list[dict[str, Any]], seed: int | None = None, device: Any = None, **more: Any
+) -> None:  # fmt: skip
     """Write rows and the environment in which they were measured."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**environment(seed), **more, "rows": rows}, indent=1) + "\n")
+    path.write_text(json.dumps({**environment(seed, device), **more, "rows": rows}, indent=1) + "\n")
 
 
 def processes() -> int:
@@ -68,10 +77,10 @@ def machines() -> int:
     return processes() // int(os.environ.get("LOCAL_WORLD_SIZE", processes()))
 
 
-def hardware() -> str:
-    """The GPU in use, or the CPU with the number of cores that this process may use."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
+def hardware(device: Any = None) -> str:
+    """The GPU, by default the current one, or the CPU with the number of cores that this process may use."""
+    if torch.cuda.is_available() and str(device) != "cpu":
+        return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")  # Linux only
     named = dict(re.findall(r"^(.*?)\s*: (.*)$", info.read_text() if info.exists() else "", re.MULTILINE))
     arm = {"0xd0c": "Neoverse-N1", "0xd40": "Neoverse-V1", "0xd49": "Neoverse-N2", "0xd4f": "Neoverse-V2"}

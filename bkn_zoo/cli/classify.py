@@ -124,10 +124,12 @@ def _to_file(classifier: Any, files: list[str], args: argparse.Namespace, failur
             lock(file, f"another process is writing {lines}: wait until it ends, or choose another file.")
             file.seek(0)
             done, end = _resume(file, lines, classifier, args)
-            if done:
-                announce(f"already in {lines}: {counted(len(done), 'image')}")
+            count = done.total()
+            if count:
+                announce(f"already in {lines}: {counted(count, 'image')}")
             file.truncate(end)
-            count, todo = len(done), [name for name in files if name not in done]
+            # Another image may be piped each time.
+            todo = [name for name in files if name == STDIN or name not in done]
             for result in _results(classifier, todo, args, failures):
                 file.write(_valid(_json_line(result)).encode())
                 file.flush()  # so that an image is complete or missing, unless the process is killed during this call
@@ -151,19 +153,19 @@ def weights_id(classifier: Any) -> str | None:
     return hashlib.sha256("".join(hashes).encode()).hexdigest() if len(hashes) > 1 else next(iter(hashes), None)
 
 
-def _resume(file: IO[bytes], path: Path, classifier: Any, args: argparse.Namespace) -> tuple[set[str], int]:
+def _resume(file: IO[bytes], path: Path, classifier: Any, args: argparse.Namespace) -> tuple[Counter[str], int]:
     """The images in an existing file, and the end of the last one; an error if the file was made with other options."""
     top_k = min(args.top_k, classifier.config.num_classes)
     ours = {"--checkpoint": classifier.name, "--statistics": classifier.choose(args.statistics), "--top-k": top_k}
     ours["the weights"] = weights_id(classifier)
-    done, end = set(), 0
+    done, end = Counter[str](), 0
     for line in file:
         if not line.endswith(b"\n") and line.startswith(b'{"file": "'[: len(line)]):
             break  # the last line, written by a process that was killed
         try:
             row = json.loads(line)
             theirs = (row["model"], row["statistics"], len(row["predictions"]), row["weights"])
-            done.add(row["file"])
+            done[row["file"]] += 1
         except (ValueError, KeyError, TypeError):
             told = f"{path} has no result of this command after byte {end}"
             raise InputError(f"{told}: truncate it there, or choose another file.") from None

@@ -9,11 +9,11 @@ from importlib import import_module
 from io import TextIOWrapper
 from typing import Any, NamedTuple
 
-from bkn_zoo.checkpoints.files import check_file
+from bkn_zoo.checkpoints.files import check_file, check_folder
 from bkn_zoo.checkpoints.locate import find, list_checkpoints
 from bkn_zoo.cli import options
 from bkn_zoo.cli.classify import FAILED, classify
-from bkn_zoo.cli.options import CHECKPOINT, announce, check_checkpoint, check_folder
+from bkn_zoo.cli.options import CHECKPOINT, announce, check_checkpoint
 from bkn_zoo.cli.show import compare, info, list_here
 from bkn_zoo.errors import BknZooError, CheckpointError, HubError, ImageError, InputError
 from bkn_zoo.terminal import Parser, printable

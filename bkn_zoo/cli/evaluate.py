@@ -64,7 +64,7 @@ def evaluate_checkpoint(args: argparse.Namespace) -> None:
     classes = measure_classes(logits[mode], labels, data.label_names)
     if args.output:
         about = {"checkpoint": Path(args.checkpoint).name, "engine": args.engine, "precision": args.precision}
-        write_results(args.output, rows, split=split, classes=classes, **about)
+        write_results(args.output, rows, device=device, split=split, classes=classes, **about)
     if args.report:
         write_classes(args.report / "classes.csv", classes)
         title = f"{Path(args.checkpoint).name}, {split} images, {mode} statistics"

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bkn_zoo.checkpoints.locate import is_folder, locate
-from bkn_zoo.errors import InputError
 from bkn_zoo.inference import ENGINES, PRECISIONS
 from bkn_zoo.modes import MODES
 from bkn_zoo.terminal import Parser, printable
@@ -64,11 +63,6 @@ def check_checkpoint(name: str) -> None:
     """Refuse a name without a checkpoint. Names on the Hub are checked when they are loaded."""
     if is_folder(name) or "/" not in name:
         locate(name)
-
-
-def check_folder(path: Path) -> None:
-    if not path.is_dir():
-        raise InputError(f"there is no folder {path}: pass the folder of the data set.")
 
 
 def announce(text: str) -> None:

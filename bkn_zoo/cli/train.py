@@ -10,8 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from bkn_zoo.checkpoints.files import check_folder
 from bkn_zoo.checkpoints.hub import check_reachable, check_repository
-from bkn_zoo.cli.options import CHECKPOINT, add_reading, check_folder
+from bkn_zoo.cli.options import CHECKPOINT, add_reading
 from bkn_zoo.fields import attributes_of, wanted
 from bkn_zoo.modes import MODES
 from bkn_zoo.progress import speaks

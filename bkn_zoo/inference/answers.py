@@ -166,8 +166,8 @@ def stored_classifier(location: Location, statistics: str | None, *how: str) -> 
     file = graph_file(config, chosen.mode == "population", *how)
     # Loading damaged weights says more.
     with suppress(CheckpointError):
-        check_hashes(weights_file(location.folder), config.sha256)
         if file is not None and (graph := load_graph(file)) is not None:
+            check_hashes(weights_file(location.folder), config.sha256)
             own = np.array([1 / (chosen.group or 1) if chosen.mode == "expected" else 1.0], np.float32)
             run = partial(_run_graph, graph, own)
             return file, GraphClassifier(location.name, location.revision, config, "openvino", run)

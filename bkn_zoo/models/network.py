@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from bkn_zoo.modes import Statistics, check_mode, choose_statistics
 from bkn_zoo.norms.batch_kalman import OneNoise, multiplied_once
 from bkn_zoo.norms.kalman import Belief
 from bkn_zoo.norms.standardized import standardized_once
-from bkn_zoo.upper import upper
 
 State = tuple[Tensor, Belief | None]
 """Features and the belief about them, which layers pass on."""
@@ -112,11 +112,11 @@ class Network(BeliefNetwork, OneNoise):
 
     def save_pretrained(self, folder: str | os.PathLike[str], **about: Any) -> None:
         """Write a checkpoint folder. The arguments are those of `bkn_zoo.save_pretrained`."""
-        upper("checkpoints").save_pretrained(self, folder, **about)
+        import_module("bkn_zoo.checkpoints.folder").save_pretrained(self, folder, **about)
 
     def push_to_hub(self, repository: str, **options: Any) -> Any:
         """Publish as "owner/repo" on the Hub, with options of `bkn_zoo.push_to_hub` and `bkn_zoo.save_pretrained`."""
-        return upper("checkpoints").publish_network(self, repository, **options)
+        return import_module("bkn_zoo.checkpoints.folder").publish_network(self, repository, **options)
 
     def reset_parameters(self) -> None:
         """Initialize all weights, for example after `to_empty` of a network on the meta device."""

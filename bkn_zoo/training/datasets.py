@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bkn_zoo.checkpoints.files import check_folder
+from bkn_zoo.cores import usable_cores
 from bkn_zoo.errors import ImageError, InputError, counted, did_you_mean
 from bkn_zoo.images import Preprocessing, image_files, open_image, passed_over
 from bkn_zoo.progress import bar, say, speaks
@@ -143,8 +145,7 @@ def load_data(
         raise InputError(f"unknown data set {name!r}: choose one of {', '.join(loaders)}.")
     if labels and name != "folder":
         raise InputError(f"--labels is for folders of images, not for {name}: omit it, or add --dataset folder.")
-    if not root.is_dir():
-        raise InputError(f"there is no folder {root}: pass the folder of the data set.")
+    check_folder(root)
     loaded = _listed(labels, root, size, label_names) if labels else loaders[name](name, root, size)
     everything, chosen, test, names, preprocessing = loaded
     # A file of labels for test images only.
@@ -232,7 +233,7 @@ def _decode_all(files: list[tuple[Path, int]], side: int) -> ArrayImages:
     pixels = torch.empty(len(images), 3, side, side, dtype=torch.uint8)
     good = torch.zeros(len(images), dtype=torch.bool)
     # Processes, because threads would wait longer for Python's lock than decoding such small images takes.
-    pool = ProcessPoolExecutor(min(16, os.cpu_count() or 1), initializer=leave_signals_to_parent)
+    pool = ProcessPoolExecutor(min(16, usable_cores()), initializer=leave_signals_to_parent)
     with pool, bar(len(images), "decoding images", "image") as done:
         decode = map if len(images) <= CHUNK else partial(pool.map, chunksize=CHUNK)
         for row, found in enumerate(decode(_decode, images.paths, repeat(side))):

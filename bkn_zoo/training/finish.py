@@ -29,7 +29,7 @@ from bkn_zoo.training.evaluation import logits_on, measure_classes, measure_mode
 from bkn_zoo.training.loop import further_images
 from bkn_zoo.training.plan import TrainingPlan
 from bkn_zoo.training.recipes import Recipe
-from bkn_zoo.training.state import Training, drop_state, kept_line, validation_loss
+from bkn_zoo.training.state import Training, drop_state, kept_line, metrics_of, validation_loss
 from bkn_zoo.training.step import autocast
 
 # Largest number of training batches for the statistics of averaged weights
@@ -67,7 +67,7 @@ def finish_training(
         "test_images": split,
         "statistics_anew": anew,
         "recipe": json.loads(json.dumps(dataclasses.asdict(recipe))),
-        **environment(recipe.seed),
+        **environment(recipe.seed, runtime.device),
     }
     held_out = "of each class" if data.name == "folder" else "of all"  # so that `evaluate` can find them again
     save_pretrained(
@@ -157,12 +157,10 @@ def draw_curves(path: Path, history: list[dict[str, Any]], kept: int, title: str
     losses = [line["loss"] if line["epoch"] > 0 else math.nan for line in history]
     left.plot(epochs, losses, "o-", color="black", markersize=4, label="training")
     left.plot(epochs, [validation_loss(line) for line in history], "o--", color="C3", markersize=4, label="validation")
-    for mode in history[-1]["validation"]:
-        # States of earlier versions have more modes.
-        lines = [line["validation"].get(mode, {}) for line in history]
-        top1, low, high = ([line.get(name, math.nan) for line in lines] for name in ("top1", "top1_low", "top1_high"))
-        right.plot(epochs, top1, "o-", markersize=4, label=mode)
-        right.fill_between(epochs, low, high, alpha=0.1)
+    lines = [metrics_of(line) for line in history]
+    top1, low, high = ([line[name] for line in lines] for name in ("top1", "top1_low", "top1_high"))
+    right.plot(epochs, top1, "o-", markersize=4, label=next(iter(history[-1]["validation"])))
+    right.fill_between(epochs, low, high, alpha=0.1)
     right.set(ylim=(0, 104))
     for axes, what in ((left, "loss"), (right, "validation top-1 (%), with 95 % intervals")):
         axes.axvline(kept, color="grey", linestyle=":")

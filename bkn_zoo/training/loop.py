@@ -22,7 +22,7 @@ from bkn_zoo.training.datasets import Data, FileImages, class_weights
 from bkn_zoo.training.evaluation import logits_on, measure_modes, show_top1
 from bkn_zoo.training.interruption import Stopped, noted
 from bkn_zoo.training.recipes import Recipe
-from bkn_zoo.training.state import REMEDY, Training, best_mode, kept_line, save_state, validation_loss, write_log
+from bkn_zoo.training.state import REMEDY, Training, kept_line, metrics_of, save_state, validation_loss, write_log
 from bkn_zoo.training.step import autocast, learning_rate, make_step
 
 # Seconds between saves after epochs. With few images, saving after every epoch would take longer than its steps
@@ -73,11 +73,13 @@ def fit(
 
 
 def validate_epoch(training: Training, recipe: Recipe, data: Data, runtime: Runtime) -> dict[str, dict[str, float]]:
-    """The accuracy on the validation images in one mode: the start's or, for new weights, the one of the groups."""
+    """The accuracy on the validation images in one mode: as before, the start's, or for new weights the groups'."""
     mode = "sample" if recipe.statistics_batch_size == 1 else "expected"
     if training.init or recipe.freeze or recipe.statistics_batch_size is None:
         mode = training.result.default_statistics
     mode = mode if mode in runtime.modes else runtime.modes[0]
+    # A resumed training may have other modes, whose losses do not compare.
+    (mode,) = training.history[-1]["validation"] if training.history else [mode]
     return measure_modes(*logits_on(training.result, data, data.validation, runtime, "validation", [mode]))
 
 
@@ -176,7 +178,7 @@ def _report_epoch(training: Training, recipe: Recipe, steps: int) -> None:
     line, kept = training.history[-1], kept_line(training.history, recipe)
     note = ", kept so far" if recipe.keep == "best" and kept is line else ""
     losses = f"loss {line['loss']:.4g}, validation loss {validation_loss(line):.4g}"
-    top1 = show_top1(line["validation"][best_mode(line["validation"])])
+    top1 = show_top1(metrics_of(line))
     tqdm.write(f"epoch {line['epoch']} of {recipe.epochs}: {losses}, top-1 {top1}{note}")
     if training.finished and training.step < steps:
         since = f"since epoch {_lowest_epoch(training)} (--patience {recipe.patience})"

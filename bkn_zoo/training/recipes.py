@@ -15,7 +15,7 @@ SOURCE_TREE = Path(__file__).resolve().parents[2] / "recipes"
 
 # Short names of precisions, as in inference
 PRECISIONS = {"bf16": "bfloat16", "f32": "float32"}
-# Names of fields in recipes and states of earlier versions
+# Names of fields in recipes of earlier versions
 EARLIER_NAMES = {"statistics_batch": "statistics_batch_size"}
 BetweenZeroAndOne = Annotated[float, Rule(lambda value: 0 < value < 1, "a number between 0 and 1")]
 BelowOne = Annotated[float, Rule(lambda value: 0 <= value < 1, "a number of at least 0 and below 1")]

@@ -22,7 +22,7 @@ from bkn_zoo.training.evaluation import logits_on, measure_accuracy, show_top1
 from bkn_zoo.training.loop import validate_epoch
 from bkn_zoo.training.plan import TrainingPlan
 from bkn_zoo.training.recipes import Recipe
-from bkn_zoo.training.state import Training, begin, classifier
+from bkn_zoo.training.state import Training, begin, classifier, metrics_of
 from bkn_zoo.training.step import autocast
 
 # Weight decays of the logistic regression. One is chosen on the validation images
@@ -105,7 +105,7 @@ def start_classifier(training: Training, recipe: Recipe, data: Data, runtime: Ru
     training.history.append(line)
     if recipe.keep == "best":
         training.keep_weights()
-    (metrics,) = line["validation"].values()
+    metrics = metrics_of(line)
     # Nothing is left to improve that these images could show.
     training.finished = recipe.keep == "best" and metrics["top1"] == 100 and metrics["loss"] < PERFECT
     if not runtime.quiet:

@@ -20,7 +20,7 @@ from bkn_zoo.fields import make
 from bkn_zoo.images.preprocessing import Preprocessing
 from bkn_zoo.models import Network
 from bkn_zoo.norms.batch_kalman import no_weight_decay
-from bkn_zoo.training.recipes import Recipe, renamed
+from bkn_zoo.training.recipes import Recipe
 
 # Files of a run: a state to resume from, which a small file replaces when the training is finished; and its log
 STATE, FINISHED, LOG = "state.pt", "finished.json", "log.jsonl"
@@ -106,14 +106,15 @@ def make_optimizer(model: nn.Module, recipe: Recipe, device: torch.device) -> to
     return adamw
 
 
-def best_mode(metrics: Mapping[str, Mapping[str, float]]) -> str:
-    """The statistics mode with the highest top-1; if several are equal, the one with the lowest loss."""
-    return max(metrics, key=lambda mode: (metrics[mode]["top1"], -metrics[mode]["loss"]))
+def metrics_of(line: Mapping[str, Any]) -> dict[str, float]:
+    """What an epoch has reached on the validation images, in its one mode."""
+    (metrics,) = line["validation"].values()
+    return metrics
 
 
 def validation_loss(line: Mapping[str, Any]) -> float:
-    """The validation loss of an epoch in its best mode; infinite if it is not a number."""
-    loss = line["validation"][best_mode(line["validation"])]["loss"]
+    """The validation loss of an epoch; infinite if it is not a number."""
+    loss = metrics_of(line)["loss"]
     return math.inf if math.isnan(loss) else loss
 
 
@@ -122,7 +123,7 @@ def kept_line(history: list[dict[str, Any]], recipe: Recipe) -> dict[str, Any]:
     if recipe.keep == "last":
         return history[-1]
     lowest = min(history, key=validation_loss)
-    error = lowest["validation"][best_mode(lowest["validation"])].get("loss_error", 0.0)  # none in older states
+    error = metrics_of(lowest)["loss_error"]
     bound = validation_loss(lowest) + (0.0 if math.isnan(error) else error)
     return next(line for line in reversed(history) if validation_loss(line) <= bound)
 
@@ -194,7 +195,7 @@ def _read_state(path: Path, device: torch.device, mmap: bool = False) -> dict[st
         for name in ("init", "fingerprint", "finished", "step", "processes"):
             state[name]
         # New fields have their defaults.
-        return state | {"recipe": make(Recipe, renamed(json.loads(state["recipe"])))}
+        return state | {"recipe": make(Recipe, json.loads(state["recipe"]))}
     except Exception as error:
         told = f"{path} cannot be read ({(str(error) or type(error).__name__).splitlines()[0]})"
         remedy = "check its permissions and the version of bkn_zoo, or remove it to start the training again"

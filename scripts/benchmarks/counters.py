@@ -61,7 +61,7 @@ def counters(args: argparse.Namespace) -> None:
                 for kind in (*KINDS.values(), "other"):
                     row |= {f"{kind}_ms": taken.get(kind, 0.0), kind: found.get(kind, 0)}
                 rows.append(row)
-                save(args, rows)
+                save(args, rows, device="cpu")
     show(rows)
 
 

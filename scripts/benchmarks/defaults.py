@@ -38,7 +38,7 @@ def defaults(args: argparse.Namespace) -> None:
         | {f"relative to {first}": ratio(found, times[first, precision, classifiers[first, precision].choose()])}
         for (name, precision, mode), found in times.items()
     ]
-    save(args, rows)
+    save(args, rows, device="cpu")
     show(rows)
 
 

@@ -123,7 +123,7 @@ def infer(args: argparse.Namespace) -> None:
             contestants = enter_engines(network, samples[:1].repeat(batch, 1, 1, 1), samples, names, options)
             race_engines(contestants, args.rounds)
             rows += [contestant.row for contestant in contestants]
-            save(args, rows)
+            save(args, rows, device=args.device)
     show(rows, COLUMNS)
 
 

@@ -252,7 +252,7 @@ def train_cpu(args: argparse.Namespace) -> None:
         contestants.append(Contestant(row, step))
     race(contestants, args.rounds, steps=1)
     rows = [contestant.row for contestant in contestants]
-    save(args, rows)
+    save(args, rows, device="cpu")
     show(rows, COLUMNS)
 
 

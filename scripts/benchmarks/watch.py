@@ -31,7 +31,7 @@ def watch(args: argparse.Namespace) -> None:
                 added = [one - other for one, other in zip(watched, plain, strict=True)]
                 row = {"model": network, "size": int(side), "engine": name, "statistics": mode}
                 rows.append(row | {"ms": statistics.median(plain), "added_ms": statistics.median(added)})
-                save(args, rows)
+                save(args, rows, device="cpu")
     show(rows)
 
 

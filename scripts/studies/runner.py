@@ -130,7 +130,7 @@ def leave_record(study: Study, run: Run, args: argparse.Namespace) -> None:
     found = study.train(run, args)
     words = ["python", "scripts/study.py", study.name, "--data", args.data.name, "--only", run.name]
     words += ["--set", *args.set] if args.set else []
-    origin = {"jobs": args.jobs, **environment(run.seed), "command": shlex.join(words)}
+    origin = {"jobs": args.jobs, **environment(run.seed, args.device), "command": shlex.join(words)}
     text = json.dumps({"name": run.name, **found, **origin}, separators=(",", ":"))
     path = (args.results or study.results) / f"{run.name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
