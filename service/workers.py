@@ -101,6 +101,8 @@ def supervise(settings: Settings, serve: Serve) -> int:
         nonlocal stopping
         stopping = True
         for worker in workers.values():
+            # From now on, one that still loads is waited for as well.
+            worker.heard = worker.heard or time.monotonic()
             if worker.process.is_alive():
                 os.kill(worker.process.pid, number)
 

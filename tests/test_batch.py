@@ -153,6 +153,10 @@ def test_every_image_from_standard_input_is_added(tmp_path, monkeypatch, capsys)
         assert cli.main(arguments(str(tmp_path / "out.jsonl"), paths=["-"])) == 0
         assert f"bkn-zoo: {k} image" in capsys.readouterr().err.splitlines()[-1]
         assert len(results(tmp_path / "out.jsonl")) == 2 * k
+    # An interrupted command that writes another format has its image already.
+    (tmp_path / "out.jsonl").rename(tmp_path / "out.csv.partial")
+    monkeypatch.setattr(sys, "stdin", None)
+    assert cli.main(arguments(str(tmp_path / "out.csv"), paths=["-"])) == 0
 
 
 @pytest.mark.parametrize(

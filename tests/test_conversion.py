@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 import torchvision
@@ -25,8 +26,6 @@ from bkn_zoo.conversion import BATCHNORM_GAIN, Converted, convert, prove, start_
 from bkn_zoo.conversion.record import AT_CHECKPOINT
 from bkn_zoo.errors import ConversionError, InputError, UnknownNameError
 from bkn_zoo.norms import MODES, BatchKalmanNorm1d, BatchKalmanNorm2d, BatchKalmanNorm3d
-
-timm = pytest.importorskip("timm")
 
 pytestmark = pytest.mark.filterwarnings("ignore:statistics=.* converted but not:RuntimeWarning")
 

@@ -494,6 +494,17 @@ def test_recalibrate_keeps_the_averages_of_a_frozen_norm(norm):
     assert_close(memory(network[0]), before, rtol=0, atol=0)
 
 
+def test_recalibrate_works_on_a_norm_that_counts_no_batches():
+    class Plain(nn.BatchNorm2d):
+        def forward(self, x):
+            memory = self.running_mean, self.running_var
+            return nn.functional.batch_norm(x, *memory, training=self.training, momentum=1.0)
+
+    norm = Plain(3)
+    recalibrate(norm, [BATCH + 1])
+    assert_close(norm.running_mean, BATCH.mean((0, 2, 3)) + 1)
+
+
 # Kernels
 
 

@@ -140,6 +140,14 @@ def test_an_initial_belief_is_refused_above_another_layer():
         BatchKalmanNorm2d(4, 3, initial_belief=True)
 
 
+@pytest.mark.parametrize("initial_belief", [True, False])
+def test_the_initial_gain_is_that_of_every_layer(initial_belief):
+    model = bkn_zoo.create_model("inception_cifar_bkn", initial_gain=0.3, initial_belief=initial_belief)
+    priors = [norm for norm in model.modules() if isinstance(norm, BatchKalmanNorm) and norm.has_prior]
+    assert priors
+    assert all(norm.gain.item() == pytest.approx(0.3) for norm in priors)
+
+
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_zoo_network_asks_for_an_initial_belief(shared, tmp_path):
     options = {"initial_belief": True, "initial_gain": 0.3, "shared_process_noise": shared}

@@ -255,7 +255,7 @@ def test_fine_tuning_leaves_what_evaluate_confirms(tree, checkpoint, tmp_path, m
     monkeypatch.setattr(sys, "argv", ["bkn-zoo", "train", "--init", str(checkpoint)])
     monkeypatch.setattr("bkn_zoo.training.evaluation.FEWEST_RIGHT", 1)
     gpu = SimpleNamespace(is_available=lambda: True, get_device_name=lambda device=None: f"a GPU, {device}")
-    monkeypatch.setattr("bkn_zoo.checkpoints.provenance.torch", SimpleNamespace(cuda=gpu))
+    monkeypatch.setattr("bkn_zoo.checkpoints.provenance.torch", SimpleNamespace(cuda=gpu, device=torch.device))
     command("train", "--data", tree, "--init", checkpoint, *more)
 
     fields = "ema_0-epochs_2-freeze_0-gradient_batch_8-keep_last-lr_0.001-optimizer_sgd-validation_0.3"
@@ -282,7 +282,7 @@ def test_fine_tuning_leaves_what_evaluate_confirms(tree, checkpoint, tmp_path, m
     facts |= {"statistics_anew": False}
     assert {name: record[name] for name in facts} == facts
     assert {"seconds", "versions"} <= record.keys()
-    assert record["hardware"] == hardware("cpu") != hardware("cuda:1") == "a GPU, cuda:1"
+    assert record["hardware"] == hardware("cpu") == hardware("cpu:0") != hardware("cuda:1") == "a GPU, cuda:1"
     assert [line["epoch"] for line in record["curve"]] == [0, 1, 2]  # the first with the frozen network
     validation, chosen = record["curve"][record["kept_epoch"]]["validation"], record["chosen_statistics"]
     # The mode of the checkpoint.

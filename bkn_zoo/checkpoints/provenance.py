@@ -79,7 +79,7 @@ def machines() -> int:
 
 def hardware(device: Any = None) -> str:
     """The GPU, by default the current one, or the CPU with the number of cores that this process may use."""
-    if torch.cuda.is_available() and str(device) != "cpu":
+    if torch.cuda.is_available() and torch.device(device or "cuda").type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")  # Linux only
     named = dict(re.findall(r"^(.*?)\s*: (.*)$", info.read_text() if info.exists() else "", re.MULTILINE))

@@ -128,8 +128,8 @@ def _to_file(classifier: Any, files: list[str], args: argparse.Namespace, failur
             if count:
                 announce(f"already in {lines}: {counted(count, 'image')}")
             file.truncate(end)
-            # Another image may be piped each time.
-            todo = [name for name in files if name == STDIN or name not in done]
+            # Lines can be extended by another piped image; other formats have the results of one command.
+            todo = [name for name in files if name not in done or (name == STDIN and lines == output)]
             for result in _results(classifier, todo, args, failures):
                 file.write(_valid(_json_line(result)).encode())
                 file.flush()  # so that an image is complete or missing, unless the process is killed during this call

@@ -16,8 +16,8 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], device: torch.device |
     """Replace the running averages by those over `batches`, which pass through the model in training mode.
 
     Use it for weights that were averaged, pruned or replaced, instead of `torch.optim.swa_utils.update_bn`, which does
-    not know the layers of this package. If it fails, it restores the previous averages. Norms that no batch updates,
-    such as frozen ones, keep theirs.
+    not know the layers of this package. If it fails, it restores the previous averages. Norms that are not called, or
+    that the model's own `train` leaves in evaluation mode, keep theirs; others are recomputed, also in that mode.
 
     Args:
         batches: batches of images, or tuples that begin with them, as large as in training.
@@ -35,6 +35,7 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], device: torch.device |
         for norm in norms:
             norm.reset_running_stats()
             norm.momentum = None
+        empty = {norm: [buffer.clone() for buffer in norm.buffers()] for norm in norms}
         seen = 0
         with left_in_its_modes(model):
             model.train()
@@ -46,7 +47,7 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], device: torch.device |
             raise InputError("batches is empty: pass batches of training images.")
         if any(isinstance(norm, RunningNorm) and norm.skipped_steps and not norm.num_batches_tracked for norm in norms):
             raise InputError("a norm received no finite batch: check the data and the weights.")
-        unchanged = [norm for norm in norms if not norm.num_batches_tracked]
+        unchanged = [norm for norm in norms if all(map(torch.equal, norm.buffers(), empty[norm]))]
     finally:
         for buffer, value in (pair for norm in unchanged for pair in before[norm]):
             buffer.copy_(value)

@@ -136,8 +136,8 @@ def loading(args: argparse.Namespace) -> None:
     for side in args.sizes:
         with tempfile.TemporaryDirectory() as scratch:
             rows += race(Path(scratch), side, args)
-        settings = {"images": args.images, "batch": args.batch, "workers": args.workers, "device": args.device}
-        save(args, rows, **settings)
+        settings = {"images": args.images, "batch": args.batch, "workers": args.workers}
+        save(args, rows, device=args.device, **settings)
         show(rows)
 
 

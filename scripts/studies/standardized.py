@@ -20,13 +20,14 @@ class Standardized(Replication):
 
     def answers(self, questions: Questions, folder: Path) -> dict[str, Any]:
         """Accuracy and gains; the weights are kept in the folder."""
-        if questions.recipe.gradient_batch <= 2:
-            # Without a group, `expected` would be `population`.
-            questions.model.statistics_batch_size = questions.recipe.gradient_batch
+        group = questions.recipe.statistics_batch_size
+        if group is None and questions.recipe.gradient_batch <= 2:
+            # Otherwise `expected` would be `population`, as in records that have no group here.
+            group = questions.model.statistics_batch_size = questions.recipe.gradient_batch
         weights = questions.model.state_dict()
         halves = {name: value.half() if value.ndim > 1 else value for name, value in weights.items()}
         torch.save(halves, folder / "weights.pt")
-        return questions.modes()
+        return questions.modes() | {"statistics_batch": group}
 
     def regions(self, records: Mapping[str, Record]) -> dict[Path, dict[str, Any]]:
         """CSV files in results/tables/standardized/; the replication fills docs/results.md."""
