@@ -77,10 +77,12 @@ def test_convolution_keeps_its_parameters_and_options(kind):
 
 
 def test_depthwise_convolutions_stay_plain():
-    network = nn.Sequential(nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 8, 1))
+    network = nn.Sequential(nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 8, 1), nn.Conv2d(1, 3, 1))
     standardize_convolutions(network)
     assert standardized_convolutions(network) == [network[1]]
-    assert type(network[0]) is nn.Conv2d
+    assert type(network[0]) is type(network[2]) is nn.Conv2d
+    with pytest.raises(InputError, match="there is no module '3'"):
+        standardize_convolutions(network, "3")
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -119,7 +121,11 @@ def test_kept_weight_is_dropped_when_the_raw_one_changes():
     x = x.double()
     check()
     layer.weight.data.normal_()
-    layer.eval()
+    check()
+    # A fused optimizer does not count its steps either.
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, fused=True)
+    layer(x).square().sum().backward()
+    optimizer.step()
     check()
 
 

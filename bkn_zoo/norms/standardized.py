@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bkn_zoo import kernels
+from bkn_zoo.errors import InputError
 from bkn_zoo.kernels.conditions import observed_by_pytorch
 from bkn_zoo.norms.statistics import in_full_precision, without_autocast
 from bkn_zoo.torch_internals import saved_tensors_are_hooked
@@ -28,13 +29,13 @@ def standardize(weight: Tensor, eps: float = EPS) -> Tensor:
 class StandardizedConv(nn.Module):
     """Mixin for convolutions: `weight` is the raw weight, and the input is convolved with the standardized one.
 
-    In evaluation mode without gradients, it is kept until the raw one changes. PyTorch does not count changes of a
-    tensor's `.data` or by a replayed CUDA graph: call `eval()` after them.
+    In evaluation mode without gradients, it is kept on CPUs until the raw one changes. PyTorch does not count changes
+    of a tensor's `.data` or by fused optimizers, so one number of each channel is compared, too.
     """
 
     weight: Tensor
     bias: Tensor | None
-    _kept: tuple[Any, Tensor] | None = None
+    _kept: tuple[Any, Tensor, Tensor] | None = None
     _ready: Tensor | None = None  # set by `standardized_once`
 
     def forward(self, x: Tensor) -> Tensor:
@@ -48,19 +49,22 @@ class StandardizedConv(nn.Module):
         # Activation checkpointing runs a layer twice, which must save the same tensors, and the second time alone.
         if self._ready is not None and torch.is_grad_enabled() and not saved_tensors_are_hooked():
             return self._ready
-        constant = not (self.training or (torch.is_grad_enabled() and raw.requires_grad))
-        # A captured CUDA graph would refer to a kept weight after its memory is freed.
-        captured = raw.is_cuda and torch.cuda.is_current_stream_capturing()
-        if not constant or observed_by_pytorch(raw.detach()) or raw.is_inference() or captured:
+        learns = self.training or (torch.is_grad_enabled() and raw.requires_grad)
+        # Elsewhere, comparing numbers would wait for the device. A trace must not depend on earlier calls.
+        keeps = not learns and raw.device.type == "cpu" and not torch.jit.is_tracing()
+        constant = raw.detach()
+        if not keeps or observed_by_pytorch(constant) or raw.is_inference():
             return standardize(raw)
-        seen = (raw, raw._version, raw.data_ptr())
+        seen = id(raw), raw._version, raw.data_ptr()
+        # The first of each channel.
+        numbers = constant.as_strided(raw.shape[:1], raw.stride()[:1])
         kept = self._kept
-        if kept is None or kept[0][0] is not raw or kept[0][1:] != seen[1:]:
+        if kept is None or kept[0] != seen or not torch.equal(kept[1], numbers):
             # Not an inference tensor, which a later call with gradients could not save.
             with torch.inference_mode(False), torch.no_grad():
-                kept = seen, standardize(raw.detach())
+                kept = seen, numbers.clone(), standardize(constant)
             self._kept = kept
-        return kept[1]
+        return kept[2]
 
     def train(self, mode: bool = True) -> Self:
         self._kept = None
@@ -87,13 +91,20 @@ STANDARDIZED: dict[Any, Any] = {plain: standardized for standardized, plain in P
 
 
 def standardize_convolutions(network: nn.Module, names: Collection[str] | None = None) -> None:
-    """Standardize the weights of all or some convolutions, in place; not of depthwise ones, whose fan-in is small."""
-    for name, module in network.named_modules():
-        kind = STANDARDIZED.get(type(module))
-        if kind is None or (names is not None and name not in names):
-            continue
-        conv: Any = module
-        if not 1 < conv.groups == conv.in_channels:
+    """Standardize the weights of all or some convolutions, in place: before training, and before loading such weights.
+
+    Transposed, parametrized and depthwise ones, and those with one weight per channel, stay as they are.
+
+    Args:
+        names: the names of modules, as in `named_modules`; None: all.
+    """
+    chosen: Any = dict(network.named_modules())
+    for name in chosen if names is None else names:
+        if name not in chosen:
+            raise InputError(f"there is no module {name!r}: choose names of named_modules().")
+        conv = chosen[name]
+        kind = STANDARDIZED.get(type(conv))
+        if kind and conv.weight[0].numel() > 1 and not 1 < conv.groups == conv.in_channels:
             conv.__class__ = kind
 
 
