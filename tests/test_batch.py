@@ -200,4 +200,4 @@ def test_without_a_terminal_lines_say_how_far_it_is(tmp_path, capsys, monkeypatc
     assert cli.main(arguments(str(output), paths=[f"photos/{BAD}"])) == 1  # named, and nothing else
     assert results(output) == []
     assert cli.main(arguments(str(tmp_path / "none" / "out.csv"))) == 2
-    assert "cannot be written" in capsys.readouterr().err
+    assert "cannot be written (No such file or directory): create the folder, or" in capsys.readouterr().err

@@ -493,7 +493,7 @@ REFUSED = [
 def test_bf16_that_the_processor_lacks_is_refused(small, monkeypatch):
     pytest.importorskip("openvino")
     monkeypatch.setattr(engines, "native", lambda: ["FP32", "FP16"])
-    with pytest.raises(InputError, match="no bf16 on this processor: choose precision='auto' or 'f32'"):
+    with pytest.raises(InputError, match="no bf16 on this processor: choose precision='f32'"):
         create_engine(small, "openvino", precision="bf16")
 
 

@@ -32,7 +32,16 @@ from bkn_zoo.training.finish import choose_mode
 from bkn_zoo.training.interruption import Stopped
 from bkn_zoo.training.loop import fit
 from bkn_zoo.training.recipes import Augmentation, read_recipe
-from bkn_zoo.training.state import begin, kept_line, load_state, parameter_groups, replaces_finished, save_state
+from bkn_zoo.training.start import first_network
+from bkn_zoo.training.state import (
+    begin,
+    drop_state,
+    kept_line,
+    load_state,
+    parameter_groups,
+    replaces_finished,
+    save_state,
+)
 from bkn_zoo.training.step import _FastDepthwise, learning_rate, make_step
 
 pytestmark = pytest.mark.usefixtures("shallow_network")
@@ -358,6 +367,7 @@ def test_patience_counts_epochs_of_fine_tuning(tmp_path, monkeypatch, capsys, lo
     lowest = min(range(1, epochs + 1), key=lambda epoch: losses[epoch - 1])
     told = f"stopped: the validation loss has not fallen since epoch {lowest} (--patience 2)\nthe weights of epoch "
     assert (told in capsys.readouterr().out) == (epochs < len(losses))
+    drop_state(state, recipe, tmp_path)
     assert replaces_finished(tmp_path, recipe, started())
 
 
@@ -383,6 +393,11 @@ def test_default_mode_needs_a_clear_difference(group, first, gains, chosen):
     logits = {mode: torch.eye(2)[[0] * count + [1] * (60 - count)] for mode, count in right.items()}
     assert choose_mode(logits, labels, group, first) == chosen
     assert choose_mode({"sample": logits["sample"]}, labels, group, first) == "sample"  # the only one measured
+
+
+@pytest.mark.parametrize(("group", "mode"), [(None, "population"), (1, "sample"), (2, "population")])
+def test_first_choice_of_new_weights_fits_single_images(group, mode):
+    assert first_network(with_(statistics_batch_size=group), None, ["a", "b"]).default_statistics == mode
 
 
 @pytest.fixture
@@ -561,9 +576,10 @@ def test_resuming_another_training_is_refused(tmp_path, change, facts, says):
     save_state(started(**ours, step=9, finished=True), RECIPE, tmp_path)
     with pytest.raises(InputError, match="contains another finished training"):
         replaces_finished(tmp_path, recipe, started(recipe, **ours | facts))
-    save_state(started(**ours, step=4), RECIPE, tmp_path)
-    with pytest.raises(InputError, match="contains a training that stopped at step 4: continue with --resume"):
-        replaces_finished(tmp_path, RECIPE, started(**ours))
+    for finished in (False, True):  # there is no checkpoint yet
+        save_state(started(**ours, step=4, finished=finished), RECIPE, tmp_path)
+        with pytest.raises(InputError, match="contains a training that stopped at step 4: continue with --resume"):
+            replaces_finished(tmp_path, RECIPE, started(**ours))
 
 
 @pytest.mark.parametrize("here", [True, False])

@@ -140,8 +140,9 @@ def test_variables_of_other_programs_are_ignored(monkeypatch):
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_port_in_use_is_named(capsys, workers):
+def test_port_in_use_is_named(capsys, caplog, workers):
     """Also where a stranger would share it."""
+    caplog.set_level("INFO", "bkn_zoo.service")
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(workers) - 1)
         taken.bind(("127.0.0.1", 0))
@@ -149,6 +150,7 @@ def test_port_in_use_is_named(capsys, workers):
         port = taken.getsockname()[1]
         assert serve_command(["--models", "first", "--port", str(port), "--workers", workers]) == 1
     said = capsys.readouterr().err
+    assert caplog.messages[0] == "starting"
     assert str(port) in said
     assert "choose another port with --port" in said
 

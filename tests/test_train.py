@@ -543,7 +543,8 @@ def test_origin_has_a_name_for_others(checkpoint, monkeypatch):
 @pytest.mark.parametrize(
     ("processes", "told"),
     [
-        # Before it saved a state.
+        # While PyTorch was imported, or before it saved a state.
+        (-1, "stopped before the first step: begin again with the same command\n"),
         (0, "stopped before the first step: begin again with the same command\n"),
         (1, "continue with:\nbkn-zoo train {options} --resume\n"),
         (2, "continue with:\ntorchrun --nproc-per-node=2 --no-python bkn-zoo train {options} --resume\n"),
@@ -557,6 +558,9 @@ def test_stopped_training_says_how_to_resume(tmp_path, monkeypatch, capsys, proc
 
     monkeypatch.setattr("bkn_zoo.training.run.carry_out", stopped)
     monkeypatch.setattr("bkn_zoo.checkpoints.provenance.processes", lambda: max(processes, 1))
+    if processes < 0:
+        monkeypatch.delitem(sys.modules, "bkn_zoo.training.run")
+        monkeypatch.setitem(sys.modules, "bkn_zoo.checkpoints.provenance", None)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(min(max(processes, 1), 2)))
     options = ["--data", "photos", "--model", NETWORK, "--output", str(tmp_path)]
     with pytest.raises(SystemExit) as end:

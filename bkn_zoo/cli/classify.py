@@ -138,7 +138,8 @@ def _to_file(classifier: Any, files: list[str], args: argparse.Namespace, failur
                 file.seek(0)
                 replace_file(output, _valid("".join(_texts(args.format, map(json.loads, file)))))
     except OSError as error:
-        remedy = "free space there, or choose another file, then repeat the command to continue"
+        first = "create the folder" if isinstance(error, FileNotFoundError) else "free space there"
+        remedy = f"{first}, or choose another file, then repeat the command to continue"
         raise InputError(f"{lines} cannot be written ({error.strerror}): {remedy}.") from None
     if lines != output:
         lines.unlink()  # after it is closed, as Windows needs it

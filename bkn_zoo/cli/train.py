@@ -190,11 +190,15 @@ def report(result: "TrainingResult", plan: TrainingPlan) -> None:
 
 def _how_to_continue(error: BaseException, plan: TrainingPlan | None, arguments: list[str]) -> str:
     """What to do after an interruption."""
+    begin = "stopped before the first step: begin again with the same command"
+    # An interrupted import of PyTorch cannot be repeated.
+    if plan is None or "bkn_zoo.training.run" not in sys.modules:
+        return begin
     from bkn_zoo.checkpoints.provenance import launched
     from bkn_zoo.training.state import STATE
 
-    if plan is None or not (plan.output / STATE).exists():
-        return "stopped before the first step: begin again with the same command"
+    if not (plan.output / STATE).exists():
+        return begin
     what = str(error).partition(";")[0] if isinstance(error, Stopped) else "stopped at once"
     command = shlex.join(launched(["bkn-zoo", "train", *arguments]))
     return f"{what}; continue with:\n{command}{'' if plan.resume else ' --resume'}"

@@ -287,7 +287,7 @@ class OpenVINOEngine(Engine):
             raise InputError(f"OpenVINO supports only device='cpu', not {device!r}: choose engine='torch'.")
         super().__init__(model, device, precision)
         if self.precision == "bf16" and "BF16" not in native():
-            raise InputError("OpenVINO has no bf16 on this processor: choose precision='auto' or 'f32'.")
+            raise InputError("OpenVINO has no bf16 on this processor: choose precision='f32'.")
         self.streams = min(streams, usable_cores())
 
     def _fastest_precision(self) -> str:

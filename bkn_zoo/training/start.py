@@ -50,6 +50,9 @@ def first_network(recipe: Recipe, init: str | None, label_names: list[str]) -> N
     """The recipe's network, with the weights of `init` if there is one, and its classifier for known classes."""
     model = build_network(recipe.model, len(label_names), **recipe.norm_options)
     if init is None:
+        # After training with single images, `population` does not work.
+        if recipe.statistics_batch_size == 1 and not recipe.freeze:
+            model.default_statistics = "sample"
         return model
     source = from_library(init, pretrained=True) if of_library(init) else from_pretrained(init)
     check_standardized(model, source.standardized_weights)

@@ -242,7 +242,7 @@ def replaces_finished(folder: Path, recipe: Recipe, training: Training) -> bool:
     if state["finished"] and changed:
         told = f"{folder} contains another finished training ({changed[0]} differs)"
         raise InputError(f"{told}: choose another --name or --output, or remove the folder.")
-    if state["step"] > 0 and not state["finished"]:
+    if state["step"] > 0 and path.name == STATE:
         told = f"{folder} contains a training that stopped at step {state['step']}"
         raise InputError(f"{told}: continue with --resume, or remove the folder to start again.")
     return state["finished"]
