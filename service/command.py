@@ -1,7 +1,6 @@
 """The command. A process that only supervises workers does not import the modules for serving."""
 
 import gc
-import logging
 import sys
 from typing import TYPE_CHECKING
 
@@ -19,8 +18,9 @@ def serve_command(arguments: list[str] | None = None) -> int:
     try:
         settings = read_settings(sys.argv[1:] if arguments is None else arguments)
         set_up_logs()
-        # Before seconds of imports.
-        logging.getLogger("bkn_zoo.service").info("starting")
+        if sys.stderr.isatty():
+            # For a person, before seconds of imports.
+            print("bkn-zoo serve: starting", file=sys.stderr, flush=True)
         if settings.workers == 1:
             return serve_alone(settings)
         # Imported here, so that --help is fast.

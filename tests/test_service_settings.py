@@ -3,6 +3,7 @@
 import re
 import shutil
 import socket
+import sys
 
 import pytest
 from attackers import encoded, picture
@@ -140,9 +141,9 @@ def test_variables_of_other_programs_are_ignored(monkeypatch):
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_port_in_use_is_named(capsys, caplog, workers):
+def test_port_in_use_is_named(capsys, monkeypatch, workers):
     """Also where a stranger would share it."""
-    caplog.set_level("INFO", "bkn_zoo.service")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(workers) - 1)
         taken.bind(("127.0.0.1", 0))
@@ -150,7 +151,7 @@ def test_port_in_use_is_named(capsys, caplog, workers):
         port = taken.getsockname()[1]
         assert serve_command(["--models", "first", "--port", str(port), "--workers", workers]) == 1
     said = capsys.readouterr().err
-    assert caplog.messages[0] == "starting"
+    assert said.startswith("bkn-zoo serve: starting\n")
     assert str(port) in said
     assert "choose another port with --port" in said
 
