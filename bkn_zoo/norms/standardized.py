@@ -52,8 +52,7 @@ class StandardizedConv(nn.Module):
         learns = self.training or (torch.is_grad_enabled() and raw.requires_grad)
         # Elsewhere, comparing numbers would wait for the device. A trace must not depend on earlier calls.
         keeps = not learns and raw.device.type == "cpu" and not torch.jit.is_tracing()
-        constant = raw.detach()
-        if not keeps or observed_by_pytorch(constant) or raw.is_inference():
+        if not keeps or observed_by_pytorch(constant := raw.detach()) or raw.is_inference():
             return standardize(raw)
         seen = id(raw), raw._version, raw.data_ptr()
         # The first of each channel.
