@@ -239,7 +239,7 @@ def measure_precision(lite: str, folder: Path, args: argparse.Namespace) -> None
     ]
     file = f"{folder.name}.cpu.json" if args.precision == "f32" else f"{folder.name}.cpu.{args.precision}.json"
     facts = {"checkpoint": folder.name, "engine": "openvino", "precision": args.precision, "split": "nips2017"}
-    write_results(ROOT / "results" / "evaluate" / file, rows, None, "cpu", **facts)
+    write_results(ROOT / "results" / "evaluate" / file, rows, device="cpu", **facts)
 
 
 def finish(lite: str, folder: Path, args: argparse.Namespace) -> None:

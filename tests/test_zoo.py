@@ -53,6 +53,18 @@ def test_checkpoint_files_stay_small():
     assert sum(sizes) <= 220e6
 
 
+def test_model_card_names_the_options_of_the_checkpoints():
+    text = " ".join((ROOT / "MODEL_CARD.md").read_text().split())
+    assert (
+        "The CIFAR networks and `inception_v2` have standardized weights, an initial gain of 0.1 and an A of rank 16"
+        in text
+    )
+    for folder in FOLDERS:
+        options = Config.read(folder / "config.json").norm_options
+        found = [options.get(name) for name in ("standardized_weights", "initial_gain", "transition_rank")]
+        assert (found == [True, 0.1, 16]) == folder.name.startswith("inception"), folder.name
+
+
 def test_checkpoint_of_the_first_format_loads_unchanged():
     """Plain weights and a full A, with fewer options in its config than are written today."""
     folder = Path(__file__).parent / "data" / "inception_cifar_bkn.plain"
