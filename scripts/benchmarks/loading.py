@@ -1,7 +1,8 @@
 """Images per second from JPEG files to batches on the device: `benchmark.py loading`.
 
-Our loader in its first epoch and in later ones, which find squares decoded; timm's loader; nvJPEG on a GPU, which only
-decodes and resizes; and a training step on images that are there already, captured on a GPU.
+Our loader in its first epoch, in later ones, which find squares decoded, and with random crops, which decode in each
+epoch; timm's loader; and a training step on images that are there already, captured on a GPU. If the GPU decodes random
+crops by nvJPEG, Pillow is measured, too, and nvJPEG alone, decoding and resizing whole files.
 """
 
 import argparse
@@ -9,10 +10,13 @@ import itertools
 import statistics
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -23,27 +27,34 @@ import bkn_zoo
 from benchmarks.common import MACHINE, add_command, interleaved, record, save, show, synchronize
 from benchmarks.train import graphed, training_step
 from bkn_zoo.cores import usable_cores
-from bkn_zoo.training.data import training_batches
+from bkn_zoo.training.data import decodes_jpegs, training_batches
 from bkn_zoo.training.datasets import load_data
 from bkn_zoo.training.recipes import Augmentation
+
+SHIFTS, CROPS = Augmentation(crop=0.1, flip=True), Augmentation(scale=0.5, flip=True)
 
 
 def write_photographs(folder: Path, count: int, side: int) -> None:
     """JPEG files in two classes, a fifth larger than `side`, as smooth and as noisy as photographs."""
-    for number in range(count):
-        shape = round(1.2 * side), round(1.5 * side)
-        coarse = F.interpolate(torch.rand(1, 3, 8, 8), shape, mode="bicubic")[0]
-        pixels = (255 * (coarse + 0.05 * torch.randn(3, *shape)).clamp(0, 1)).byte()
+
+    def write(number: int) -> None:
+        shape, source = (round(1.2 * side), round(1.5 * side)), torch.Generator().manual_seed(number)
+        coarse = F.interpolate(torch.rand(1, 3, 8, 8, generator=source), shape, mode="bicubic")[0]
+        pixels = (255 * (coarse + 0.05 * torch.randn(3, *shape, generator=source)).clamp(0, 1)).byte()
         path = folder / f"class{number % 2}" / f"{number}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(path, quality=90)
 
+    with ThreadPoolExecutor() as pool:
+        deque(pool.map(write, range(count)))
 
-def ours(folder: Path, side: int, batch: int, device: torch.device, workers: int) -> Callable[[], int]:
+
+def ours(
+    folder: Path, side: int, batch: int, device: torch.device, workers: int, augmentation: Augmentation = SHIFTS
+) -> Callable[[], int]:
     data, epochs = load_data("folder", folder, size=side, validation=0.1), itertools.count()
 
     def epoch() -> int:
-        augmentation = Augmentation(crop=0.1, flip=True)
         batches = training_batches(data, batch, next(epochs), 0, augmentation, device, workers=workers)
         return sum(len(each.images) for each in batches)
 
@@ -73,13 +84,10 @@ def decoded_on_gpu(folder: Path, side: int, batch: int) -> Callable[[], int]:
     return epoch
 
 
-def decodes_on_gpu(folder: Path) -> bool:
-    try:
-        decode_jpeg([read_file(str(next(folder.rglob("*.jpg"))))], device="cuda")
-    except RuntimeError as error:
-        print(f"nvJPEG is left out: {error}", flush=True)
-        return False
-    return True
+def with_pillow(epoch: Callable[[], int]) -> int:
+    """An epoch in which our loader's processes decode, though the GPU could."""
+    with mock.patch("bkn_zoo.training.data.decodes_jpegs", return_value=False):
+        return epoch()
 
 
 def steps(network: str, side: int, batch: int, device: torch.device, count: int) -> Callable[[], int]:
@@ -104,13 +112,17 @@ def race(folder: Path, side: int, args: argparse.Namespace) -> list[dict[str, An
     device = torch.device(args.device)
     files = folder, side, args.batch
     write_photographs(folder, args.images, side)
+    our_files = *files, device, args.workers
+    random_crops = ours(*our_files, CROPS)
     ways = {
-        "ours, first epoch": lambda: ours(*files, device, args.workers)(),
-        "ours, later epochs": ours(*files, device, args.workers),
+        "ours, first epoch": lambda: ours(*our_files)(),
+        "ours, later epochs": ours(*our_files),
+        "ours, random crops": random_crops,
         "timm": timms(*files, device, args.workers),
         f"training step of {args.network}": steps(args.network, side, args.batch, device, args.steps),
     }
-    if device.type == "cuda" and decodes_on_gpu(folder):
+    if decodes_jpegs(device):
+        ways["ours, random crops, Pillow"] = lambda: with_pillow(random_crops)
         ways["nvJPEG, decoding alone"] = decoded_on_gpu(*files)
     # The first round fills caches, and chooses kernels.
     rates = interleaved({way: partial(rate, epoch) for way, epoch in ways.items()}, args.rounds, warmup=1)
