@@ -482,13 +482,12 @@ def test_random_boxes_come_from_the_whole_photograph():
     assert (boxes[:, 2:] <= (128, 64)).all()
 
 
-def write_photograph(path, size, seed=0, mode="RGB", **options):
+def write_photograph(path, size, **options):
     """A JPEG with a little noise."""
-    coarse = Image.fromarray(np.random.default_rng(seed).integers(0, 256, (8, 10, 3), dtype=np.uint8))
+    coarse = Image.fromarray(np.random.default_rng(0).integers(0, 256, (8, 10, 3), dtype=np.uint8))
     image = coarse.resize(size, Image.Resampling.BICUBIC)
     noise = np.random.default_rng(1).normal(0, 4, (image.height, image.width, 3))
-    noisy = Image.fromarray((np.asarray(image) + noise).clip(0, 255).astype(np.uint8)).convert(mode)
-    noisy.save(path, **{"format": "JPEG", "quality": 90} | options)
+    Image.fromarray((np.asarray(image) + noise).clip(0, 255).astype(np.uint8)).save(path, "JPEG", quality=90, **options)
     return path
 
 
@@ -510,63 +509,6 @@ def test_jpeg_is_decoded_no_larger_than_a_box_needs(tmp_path, monkeypatch, orien
         assert loaded.pop() == width
         difference = np.abs(np.asarray(found, float) - whole.resize((side, side), Image.Resampling.BILINEAR, box))
         assert difference.mean() < 1
-
-
-@pytest.fixture(params=["cpu", "cuda"])
-def gpu(request, monkeypatch):
-    """A GPU that decodes JPEG files, and the CPU in its place."""
-    device = torch.device(request.param)
-    if request.param == "cpu":
-        monkeypatch.setattr(data_module, "decodes_jpegs", lambda device: True)
-    elif not torch.cuda.is_available() or not data_module.decodes_jpegs(device):
-        pytest.skip("needs a GPU and torchvision with nvJPEG")
-    return device
-
-
-def write_photographs(root, rare):
-    """Different photographs of two classes; `rare` says how to write some of them."""
-    for number in range(16):
-        path = root / "ab"[number % 2] / f"{number}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_photograph(path, (220 + number, 170 + 3 * number), number, **rare.get(number, {}))
-    return root
-
-
-def test_jpegs_decoded_by_a_gpu_look_as_from_pillow(tmp_path, monkeypatch, capsys, gpu):
-    """Pillow decodes the rare ones, and reports and replaces those that cannot be read."""
-    crops, exif = Augmentation(scale=0.4, flip=False), Image.Exif()
-    exif[0x0112] = 6
-    rare = {1: {"mode": "L"}, 7: {"progressive": True}, 9: {"subsampling": "4:4:4"}}
-    rare |= {2: {"format": "PNG"}, 3: {"exif": exif}, 4: {"mode": "CMYK"}, 6: {"keep_rgb": True}}
-    write_photographs(tmp_path, rare)
-
-    def damaged(data):
-        """With a scan of channels that there are not."""
-        scan = data.index(b"\xff\xda")
-        return data[: scan + 5] + bytes(9) + data[scan + 14 :]
-
-    for name, edit in {"b/5": lambda data: data[:-500], "a/8": damaged, "a/10": lambda data: data + data}.items():
-        path = tmp_path / f"{name}.jpg"
-        path.write_bytes(edit(path.read_bytes()))
-
-    def epoch(**more):
-        data = load_data("folder", tmp_path, size=32, validation=None)
-        return list(training_batches(data, 4, 0, 3, crops, gpu, **more)), capsys.readouterr().err, data
-
-    found, messages, data = epoch()
-    assert same(epoch(skip=1)[0], found[1:])
-    assert same(epoch(workers=2)[0], found)
-    files = data_module._Encoded(data.train, data.preprocessing, (0.4, 3, 0), gpu)
-    encoded = {int(path.stem) for row, path in enumerate(files.images.paths) if isinstance(files[row][0], bytes)}
-    assert encoded == {0, 1, 7, 8, 9, 11, 12, 13, 14, 15}
-    monkeypatch.setattr(data_module, "decodes_jpegs", lambda device: False)
-    expected, expected_messages, _ = epoch()
-    assert messages.count("cannot be read") == 2
-    assert messages == expected_messages
-    assert same([[batch.targets] for batch in found], [[batch.targets] for batch in expected])
-    both = zip(found, expected, strict=True)
-    grey_levels = torch.cat([(one.images - other.images).abs().mean((1, 2, 3)) for one, other in both]) * 0.225 * 255
-    assert (grey_levels.max() < 4, grey_levels.mean() < 1.2) == (True, True)
 
 
 def test_batches_augmented_together_mix_by_their_own_shares():

@@ -14,7 +14,6 @@ import numpy as np
 from PIL import Image
 from PIL.ExifTags import Base as Tag
 from PIL.ImageFile import ImageFile
-from PIL.JpegImagePlugin import JpegImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 from bkn_zoo.errors import BrokenImageError, ImageError, ImageFormatError, ImageTooLargeError
@@ -75,16 +74,6 @@ def upright_size(image: ImageFile) -> tuple[int, int]:
     # Pillow turns a TIFF itself.
     turned = orientation(image) in (5, 6, 7, 8) and not isinstance(image, TiffImageFile)
     return image.size[::-1] if turned else image.size
-
-
-def plain_jpeg(image: ImageFile) -> bytes:
-    """The bytes of a whole, upright JPEG in grey or YCbCr, which nvJPEG decodes as Pillow does; empty for others."""
-    if not (isinstance(image, JpegImageFile) and isinstance(image.fp, _File)) or orientation(image) in TURNS:
-        return b""
-    data, adobe, names = image.fp.getvalue(), image.info.get("adobe_transform", 1), [each[0] for each in image.layer]
-    # The end marker is not part of pixels. Zeros may follow it, but not a second image.
-    _, end, rest = data.partition(b"\xff\xd9")
-    return data if image.mode != "CMYK" and adobe == 1 and names != [*b"RGB"] and end and not rest.strip(b"\0") else b""
 
 
 def resized_square(image: Image.Image, size: int, interpolation: str = "bilinear", crop: float = 1.0) -> Image.Image:

@@ -1,22 +1,17 @@
 """Batches of tensors on the device, which depend only on the seed, the epoch and their number."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache
-from io import BytesIO
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
 from bkn_zoo.errors import ImageError, InputError
 from bkn_zoo.images import Preprocessing, enlarge, normalize, open_image
-from bkn_zoo.images.reading import open_file, plain_jpeg, resized_box, resized_square, upright_size
+from bkn_zoo.images.reading import open_file, resized_box, resized_square, upright_size
 from bkn_zoo.modes import MODES
 from bkn_zoo.training.augmentation import Batch, apply_policy, generator, mix, random_box, vary
 from bkn_zoo.training.datasets import CACHED_BYTES, ArrayImages, Data, FileImages, Images
@@ -56,8 +51,7 @@ def training_batches(
     rows = order[: count * batch * ranks].view(count, ranks, batch)[first:, rank]
     if isinstance(data.train, FileImages):
         crops = (augmentation.scale, seed, epoch) if augmentation.scale < 1 else None
-        kind = _Encoded if crops and decodes_jpegs(device) else _Files
-        files = kind(data.train, data.preprocessing, crops, device)
+        files = _Files(data.train, data.preprocessing, crops)
         found = _read(files, workers, batch_sampler=rows.tolist(), pin_memory=device.type == "cuda")
     else:
         several = (chosen.flatten() for chosen in rows.to(data.train.images.device).split(together))
@@ -94,9 +88,9 @@ def evaluation_batches(
 def _read(files: "_Files", workers: int, keep_all: bool = True, **options: Any) -> Iterator[tuple[Tensor, Tensor]]:
     """Batches of files; those that could not be read were replaced by others, which are kept or not."""
     workers = 0 if files.decoded() else workers
-    loader = DataLoader(files, num_workers=workers, worker_init_fn=leave_group, collate_fn=files.collate, **options)
+    loader = DataLoader(files, num_workers=workers, worker_init_fn=leave_group, **options)
     try:
-        for pixels, labels, wanted, rows in map(files.complete, loader):
+        for pixels, labels, wanted, rows in loader:
             good = rows == wanted
             files.images.report_broken(wanted[~good].tolist())
             files.keep(rows.tolist(), pixels)
@@ -108,48 +102,21 @@ def _read(files: "_Files", workers: int, keep_all: bool = True, **options: Any) 
         raise InputError("none of the image files can be read: check the data folder.") from None
 
 
-@cache
-def _side_stream(gpu: torch.device) -> torch.cuda.Stream | None:
-    return torch.cuda.Stream(gpu) if gpu.type == "cuda" else None
-
-
-@cache
-def decodes_jpegs(device: torch.device) -> bool:
-    """Whether this is a GPU on which torchvision decodes JPEG files, by nvJPEG."""
-    Image.new("RGB", (32, 32)).save(file := BytesIO(), "JPEG")
-    return device.type == "cuda" and _decoded([torch.frombuffer(file.getbuffer(), dtype=torch.uint8)], device) != [None]
-
-
-def _decoded(files: list[Tensor], device: torch.device) -> Sequence[Tensor | None]:
-    """The pixels of JPEG files; None for each if one of them cannot be decoded."""
-    try:
-        from torchvision.io import ImageReadMode, decode_jpeg
-
-        return decode_jpeg(files, ImageReadMode.RGB, device) if files else []
-    except (ImportError, RuntimeError):
-        return [None] * len(files)
-
-
-class _Files(Dataset[Any]):
+class _Files(Dataset[tuple[Tensor, int, int, int]]):
     """Decodes single files, to bytes. An unreadable file is replaced by the next readable one.
 
     Squares of a set that fits into memory are kept until the training ends, also those that other processes decoded.
     """
 
-    def __init__(
-        self, images: FileImages, preprocessing: Preprocessing, crops: Crops | None = None, device: Any = None
-    ) -> None:
-        self.images, self.preprocessing, self.crops, self.device = images, preprocessing, crops, device
+    def __init__(self, images: FileImages, preprocessing: Preprocessing, crops: Crops | None = None) -> None:
+        self.images, self.preprocessing, self.crops = images, preprocessing, crops
         self.side = preprocessing.native_size or preprocessing.size
         self.keeps = crops is None and 3 * self.side**2 * len(images) <= CACHED_BYTES
 
     def __len__(self) -> int:
         return len(self.images)
 
-    collate: Any = staticmethod(default_collate)
-    complete: Any = staticmethod(tuple)
-
-    def __getitem__(self, wanted: int) -> tuple[Any, ...]:
+    def __getitem__(self, wanted: int) -> tuple[Tensor, int, int, int]:
         for step in range(len(self)):
             row = (wanted + step) % len(self)
             try:
@@ -187,44 +154,3 @@ class _Files(Dataset[Any]):
         else:
             image = resized_box(file, random_box(upright_size(file), *self.crops, wanted), self.side)
         return torch.from_numpy(np.array(image)).permute(2, 0, 1)
-
-
-class _Encoded(_Files):
-    """Random boxes of files, for a GPU that decodes plain JPEG files: workers only read these."""
-
-    collate: Any = staticmethod(list)
-
-    def __getitem__(self, wanted: int) -> tuple[Any, ...]:
-        """As before; or, in place of pixels, a JPEG file."""
-        try:
-            file = open_file(self.images.paths[wanted])
-            # Larger files need much memory of the GPU, and Pillow decodes only a part of them.
-            if file.width * file.height <= 64 * self.side**2 and (data := plain_jpeg(file)):
-                return data, self.images.labels[wanted], wanted, wanted
-        except ImageError:
-            pass
-        return super().__getitem__(wanted)
-
-    def complete(self, items: list[tuple[Any, ...]]) -> list[Tensor]:
-        """A batch, on the GPU. Pillow decodes what it cannot."""
-        stream = _side_stream(self.device)
-        with torch.cuda.stream(stream):
-            files = [torch.frombuffer(bytearray(each), dtype=torch.uint8) for each, *_ in items if type(each) is bytes]
-            images = iter(_decoded(files, self.device))
-            found = [self._cut(next(images), *item[1:]) if type(item[0]) is bytes else item for item in items]
-            batch = default_collate([(square.to(self.device), *numbers) for square, *numbers in found])
-        if stream:
-            # A training step may run meanwhile, but none may read memory that decode_jpeg takes, for which it does not
-            # wait (https://github.com/pytorch/vision/pull/9606).
-            stream.synchronize()
-            batch[0].record_stream(torch.cuda.current_stream(self.device))
-        return batch
-
-    def _cut(self, image: Tensor | None, label: int, wanted: int, row: int) -> tuple[Any, ...]:
-        """The random box of an image, with all pixels that it touches, resized."""
-        if image is None or self.crops is None:
-            return super().__getitem__(wanted)
-        left, top, right, bottom = random_box((image.shape[2], image.shape[1]), *self.crops, wanted)
-        part = image[None, :, int(top) : math.ceil(bottom), int(left) : math.ceil(right)]
-        square = F.interpolate(part.float(), self.side, mode="bilinear", antialias=True)[0]
-        return square.round().clamp(0, 255).byte(), label, wanted, row

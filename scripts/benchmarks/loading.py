@@ -1,8 +1,8 @@
 """Images per second from JPEG files to batches on the device: `benchmark.py loading`.
 
 Our loader in its first epoch, in later ones, which find squares decoded, and with random crops, which decode in each
-epoch; timm's loader; and a training step on images that are there already, captured on a GPU. If the GPU decodes random
-crops by nvJPEG, Pillow is measured, too, and nvJPEG alone, decoding and resizing whole files.
+epoch; timm's loader; nvJPEG on a GPU, which only decodes and resizes whole files; and a training step on images that
+are there already, captured on a GPU.
 """
 
 import argparse
@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +24,9 @@ from torchvision.io import decode_jpeg, read_file
 
 import bkn_zoo
 from benchmarks.common import MACHINE, add_command, interleaved, record, save, show, synchronize
-from benchmarks.train import graphed, training_step
+from benchmarks.train import graphed, shared_pool, training_step
 from bkn_zoo.cores import usable_cores
-from bkn_zoo.training.data import decodes_jpegs, training_batches
+from bkn_zoo.training.data import training_batches
 from bkn_zoo.training.datasets import load_data
 from bkn_zoo.training.recipes import Augmentation
 
@@ -84,10 +83,13 @@ def decoded_on_gpu(folder: Path, side: int, batch: int) -> Callable[[], int]:
     return epoch
 
 
-def with_pillow(epoch: Callable[[], int]) -> int:
-    """An epoch in which our loader's processes decode, though the GPU could."""
-    with mock.patch("bkn_zoo.training.data.decodes_jpegs", return_value=False):
-        return epoch()
+def decodes_on_gpu(folder: Path) -> bool:
+    try:
+        decode_jpeg([read_file(str(next(folder.rglob("*.jpg"))))], device="cuda")
+    except RuntimeError as error:
+        print(f"nvJPEG is left out: {error}", flush=True)
+        return False
+    return True
 
 
 def steps(network: str, side: int, batch: int, device: torch.device, count: int) -> Callable[[], int]:
@@ -113,16 +115,14 @@ def race(folder: Path, side: int, args: argparse.Namespace) -> list[dict[str, An
     files = folder, side, args.batch
     write_photographs(folder, args.images, side)
     our_files = *files, device, args.workers
-    random_crops = ours(*our_files, CROPS)
     ways = {
         "ours, first epoch": lambda: ours(*our_files)(),
         "ours, later epochs": ours(*our_files),
-        "ours, random crops": random_crops,
+        "ours, random crops": ours(*our_files, CROPS),
         "timm": timms(*files, device, args.workers),
         f"training step of {args.network}": steps(args.network, side, args.batch, device, args.steps),
     }
-    if decodes_jpegs(device):
-        ways["ours, random crops, Pillow"] = lambda: with_pillow(random_crops)
+    if device.type == "cuda" and decodes_on_gpu(folder):
         ways["nvJPEG, decoding alone"] = decoded_on_gpu(*files)
     # The first round fills caches, and chooses kernels.
     rates = interleaved({way: partial(rate, epoch) for way, epoch in ways.items()}, args.rounds, warmup=1)
@@ -146,6 +146,8 @@ def loading(args: argparse.Namespace) -> None:
         args.output = record("loading", "cuda")
     rows: list[dict[str, Any]] = []
     for side in args.sizes:
+        # That of the size before has gone with its graphs.
+        shared_pool.cache_clear()
         with tempfile.TemporaryDirectory() as scratch:
             rows += race(Path(scratch), side, args)
         settings = {"images": args.images, "batch": args.batch, "workers": args.workers}
