@@ -114,7 +114,9 @@ def best_mode(validation: Sequence[Mapping[str, float]]) -> str:
 
 def chosen_statistics(records: Sequence[Record]) -> str:
     """The mode with the best mean accuracy on validation images, for runs that differ only in their seeds."""
-    return best_mode([{mode: measured(each, "validation")[mode]["top1"] for mode in MODES} for each in records])
+    found = [measured(each, "validation") for each in records]
+    modes = [mode for mode in MODES if all(mode in metrics for metrics in found)]
+    return best_mode([{mode: metrics[mode]["top1"] for mode in modes} for metrics in found])
 
 
 def chosen_top1(runs: Sequence[Record]) -> list[float]:

@@ -109,8 +109,10 @@ class Replication(Study):
     def figures(self, records: Mapping[str, Record]) -> dict[str, Any]:
         from studies.replication_page import gains_figure, group_size_figure, norms_by_group, rules_figure
 
-        norms = norms_by_group(self.plan, records, *newer())
-        return {"group_sizes": group_size_figure(norms), "rules": rules_figure(norms), "gains": gains_figure(norms)}
+        fresh = newer()
+        norms = norms_by_group(self.plan, records, *fresh)
+        gains = gains_figure(norms, *fresh)
+        return {"group_sizes": group_size_figure(norms), "rules": rules_figure(norms), "gains": gains}
 
 
 STUDY = Replication()

@@ -274,7 +274,7 @@ STYLES = {
     "GroupNorm": ("#2ca02c", "--"), "BN": ("#d62728", "--"), "BRN": ("#ff7f0e", "--"),
 }  # fmt: skip
 """Colour and line of each norm, in the order of the table."""
-PALETTE = ("#1f77b4", "#2ca02c", "#d62728")
+PALETTE = ("#1f77b4", "#2ca02c", "#d62728", "#555555")
 """Colours of groups of 1, 2 and 8 images."""
 LOWEST = 60
 """Where the axis of the first figure begins, in percent."""
@@ -350,7 +350,7 @@ def rules_figure(norms: Norms) -> Any:
     rules = {"population": "population", "sample": "sample", "expected": "expected", "EvalNorm": "EvalNorm",
              "example weighing": "example\nweighing"}  # fmt: skip
     for norm, line in (("BN", "--"), ("BKN", "-")):
-        for group, colour in zip((1, 2, 8), PALETTE, strict=True):
+        for group, colour in zip((1, 2, 8), PALETTE, strict=False):
             each = norms[norm][group]
             tops = {place: top1 for place, rule in enumerate(rules) if (top1 := each.top1(rule))}
             axes.plot(list(tops), [mean(top1) for top1 in tops.values()], line, color=colour, marker="o",
@@ -362,19 +362,22 @@ def rules_figure(norms: Norms) -> Any:
     return figure
 
 
-def gains_figure(norms: Norms) -> Any:
-    """The gain of every norm after a full training, from the first to the last, for groups of several sizes."""
-    figure, axes = _new_figure((9, 3.6), 2)
-    for place, label in zip(axes, ("BKN", "BKN, standardized weights"), strict=True):
-        for (group, each), colour in zip(sorted(norms[label].items()), PALETTE, strict=False):
+def gains_figure(norms: Norms, newer: Plan, fresh: Mapping[str, Record]) -> Any:
+    """The gain of every norm, from the first to the last, for groups of several sizes; large ones are trained less."""
+    short = [cell(arm, fresh) for each in newer.experiments if each.name == "depth" for arm in each.arms]
+    figure, axes = _new_figure((9, 4), 2)
+    for place, label, more in zip(axes, ("BKN", "BKN, standardized weights"), ([], short), strict=True):
+        lines = [(f"groups of {group}", each, "o-") for group, each in sorted(norms[label].items())]
+        lines += [(f"groups of {e.arm.group}, {e.arm.runs[0].recipe.epochs} epochs", e, "o:") for e in more if e.good]
+        for (shown, each, style), colour in zip(lines, PALETTE, strict=False):
             gains = [record["gain"] for record in each.good if "gain" in record]
             names = list(gains[0])
             means = [mean(of[name] for of in gains) for name in names]
-            place.plot(range(len(names)), means, "o-", color=colour, markersize=4, label=f"groups of {group}")
+            place.plot(range(len(names)), means, style, color=colour, markersize=4, label=shown)
         place.set_xticks(range(len(names)), [_place(name) for name in names], fontsize=6, rotation=90)
         place.set_ylim(-0.03, 1.03)
         place.set_title(label, fontsize=10)
-        place.legend(frameon=False, fontsize=8)
+        place.legend(frameon=False, fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.12))
     axes[0].set_ylabel("gain q after training")
     return figure
 

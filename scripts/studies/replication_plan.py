@@ -39,6 +39,10 @@ def read_records(*folders: Path) -> dict[str, Record]:
     for path in (path for folder in folders for path in sorted(folder.glob("*.json"))):
         record = read_run(path)
         recipe = read_recipe(None, record["recipe"])
+        if recipe.gradient_batch <= 2 and not record["statistics_batch"]:
+            # Measured without a group: this was `population` once more.
+            for metrics in (record["test"], record["validation"]):
+                del metrics["expected"]
         # Several processes divide a batch, so that its statistics groups are smaller.
         shared = record.get("processes", 1) > 1 and recipe.statistics_batch_size is None
         if not record.get("statistics_anew") and not shared:

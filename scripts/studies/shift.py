@@ -103,12 +103,12 @@ def checkpoints(records: Mapping[str, Record]) -> list[dict[str, str]]:
 
 
 def by_corruption(records: Mapping[str, Record]) -> list[dict[str, str]]:
-    """The accuracy of today's checkpoints, as the mean over the severities of a corruption."""
+    """The accuracy of the last measured weights of a checkpoint, as the mean over the severities of a corruption."""
     return [
-        {"network": record["checkpoint"], "corruption": corruption}
+        {"network": record["checkpoint"] + EARLIER * file.endswith("-plain"), "corruption": corruption}
         | {mode: f"{mean(found[mode]['by_corruption'][corruption]):.1f}" for mode in MODES if mode in found}
         for file, record in records.items()
-        if "checkpoint" in record and not file.endswith("-plain")
+        if "checkpoint" in record and not (file.endswith("-plain") and file.removesuffix("-plain") in records)
         for found in [record["methods"]]
         for corruption in found["sample"]["by_corruption"]
     ]
