@@ -181,7 +181,7 @@ def test_pages_and_figures_are_those_of_the_records(name):
 
 
 def test_sample_is_the_best_mode_under_blur():
-    """But for ResNet101, as docs/shift.md says; under changed contrast, but for CIFAR-100 with groups of two."""
+    """But for earlier weights of ResNet101; under changed contrast, but for CIFAR-100 with groups of two."""
     from studies.shift import STUDY, by_corruption
 
     best = {}

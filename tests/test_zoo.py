@@ -127,6 +127,5 @@ def test_imported_checkpoint_agrees_with_its_record(folder):
 def test_every_checkpoint_says_when_it_is_uncertain(folder):
     config, card = Config.read(folder / "config.json"), (folder / "README.md").read_text()
     assert config.uncertain_below.keys() == set(MODES)
-    # The new weights of ResNet101 were not tested on unknown classes.
-    assert ("### Images of unknown classes" in card) == (folder.name != "resnet101_bkn.tiny_imagenet")
+    assert "### Images of unknown classes" in card
     assert f"below {config.uncertain_below[config.default_statistics]:.2f} are marked as uncertain" in card
