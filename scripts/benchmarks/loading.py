@@ -10,7 +10,6 @@ import itertools
 import statistics
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -45,7 +44,7 @@ def write_photographs(folder: Path, count: int, side: int) -> None:
         Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(path, quality=90)
 
     with ThreadPoolExecutor() as pool:
-        deque(pool.map(write, range(count)))
+        list(pool.map(write, range(count)))
 
 
 def ours(

@@ -274,8 +274,8 @@ STYLES = {
     "GroupNorm": ("#2ca02c", "--"), "BN": ("#d62728", "--"), "BRN": ("#ff7f0e", "--"),
 }  # fmt: skip
 """Colour and line of each norm, in the order of the table."""
-PALETTE = ("#1f77b4", "#2ca02c", "#d62728", "#555555")
-"""Colours of groups of 1, 2 and 8 images."""
+PALETTE = {1: "#1f77b4", 2: "#2ca02c", 8: "#d62728", 32: "#555555"}
+"""Colours by images per group."""
 LOWEST = 60
 """Where the axis of the first figure begins, in percent."""
 
@@ -350,10 +350,10 @@ def rules_figure(norms: Norms) -> Any:
     rules = {"population": "population", "sample": "sample", "expected": "expected", "EvalNorm": "EvalNorm",
              "example weighing": "example\nweighing"}  # fmt: skip
     for norm, line in (("BN", "--"), ("BKN", "-")):
-        for group, colour in zip((1, 2, 8), PALETTE, strict=False):
+        for group in (1, 2, 8):
             each = norms[norm][group]
             tops = {place: top1 for place, rule in enumerate(rules) if (top1 := each.top1(rule))}
-            axes.plot(list(tops), [mean(top1) for top1 in tops.values()], line, color=colour, marker="o",
+            axes.plot(list(tops), [mean(top1) for top1 in tops.values()], line, color=PALETTE[group], marker="o",
                       label=f"{each.arm.label}, {group} per group")  # fmt: skip
     axes.set_xticks(range(len(rules)), list(rules.values()))
     axes.set_ylabel("top-1 accuracy (%)")
@@ -367,13 +367,15 @@ def gains_figure(norms: Norms, newer: Plan, fresh: Mapping[str, Record]) -> Any:
     short = [cell(arm, fresh) for each in newer.experiments if each.name == "depth" for arm in each.arms]
     figure, axes = _new_figure((9, 4), 2)
     for place, label, more in zip(axes, ("BKN", "BKN, standardized weights"), ([], short), strict=True):
-        lines = [(f"groups of {group}", each, "o-") for group, each in sorted(norms[label].items())]
-        lines += [(f"groups of {e.arm.group}, {e.arm.runs[0].recipe.epochs} epochs", e, "o:") for e in more if e.good]
-        for (shown, each, style), colour in zip(lines, PALETTE, strict=False):
+        lines = [(each, "o-", "") for _, each in sorted(norms[label].items())]
+        lines += [(each, "o:", f", {each.arm.runs[0].recipe.epochs} epochs") for each in more if each.good]
+        for each, style, length in lines:
+            group = each.arm.group
             gains = [record["gain"] for record in each.good if "gain" in record]
             names = list(gains[0])
             means = [mean(of[name] for of in gains) for name in names]
-            place.plot(range(len(names)), means, style, color=colour, markersize=4, label=shown)
+            shown = f"groups of {group}{length}"
+            place.plot(range(len(names)), means, style, color=PALETTE[group], markersize=4, label=shown)
         place.set_xticks(range(len(names)), [_place(name) for name in names], fontsize=6, rotation=90)
         place.set_ylim(-0.03, 1.03)
         place.set_title(label, fontsize=10)
