@@ -141,6 +141,15 @@ def test_card_follows_the_config(folder, training, said, unsaid):
     assert (said in text, unsaid in text) == (True, False)
 
 
+def test_precisions_are_compared_with_f32_only(tmp_path):
+    from studies.card_sections import read_evaluations
+
+    (tmp_path / "x.cuda.bf16.json").write_text('"bf16"')
+    assert read_evaluations(tmp_path, "x") == []
+    (tmp_path / "x.cpu.json").write_text('"f32"')
+    assert read_evaluations(tmp_path, "x") == ["f32", "bf16"]
+
+
 def test_accuracy_without_a_recipe_still_has_a_card(folder):
     config = replace(Config.read(folder / "config.json"), training={"dataset": "my own"})
     data = yaml.safe_load(checkpoint_card(config, "x").split("---\n")[1])

@@ -197,6 +197,23 @@ def test_sample_is_the_best_mode_under_blur():
         assert (best[network, "contrast"] == "sample") == (network != "inception_cifar_bkn.cifar100")
 
 
+def test_sentences_on_larger_groups_and_tiny_imagenet_follow_from_the_records():
+    from studies.replication import newer
+    from studies.replication_cells import cell
+
+    plan, records = newer()
+    found = {name: cell(arm, records) for name, arm in plan.arms.items()}
+    text = " ".join((ROOT / "docs" / "results.md").read_text().split())
+    options = "initial_gain=0.1,lr={},standardized_weights=True"
+    (of_32,) = found[f"cifar100.bkn.128-32.{options.format(0.4)}"].records
+    assert "with groups of 32 (15 epochs, one seed) only three of 18." in text
+    assert (len(of_32["gain"]), sum(gain < 0.05 for gain in of_32["gain"].values())) == (18, 3)
+    (bkn,) = found[f"tiny.bkn.256-4.{options.format(0.2)},transition_rank=16"].top1()
+    (group_norm,) = found["tiny.gn.256-256.channels_per_group=8,lr=0.2,standardized_weights=True"].top1()
+    assert "GroupNorm is half a point ahead of BKN with four (one seed)." in text
+    assert 0.4 < group_norm - bkn < 0.6
+
+
 def test_control_only_scales_and_shifts_before_the_pooling():
     from studies.rivals import ScaleAndShift
 

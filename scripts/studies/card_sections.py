@@ -168,10 +168,10 @@ def speeds_of(config: Config, measured: Sequence[dict[str, Any]]) -> list[dict[s
 
 
 def read_evaluations(folder: Path, name: str, devices: Sequence[str] = ("cpu", "cuda")) -> list[dict[str, Any]]:
-    """The evaluations of a checkpoint: on a CPU in f32, and in lower precision on each device, if measured."""
+    """The evaluations of a checkpoint: on a CPU in f32, without which there are none, and in lower precision."""
     less = (sorted(folder.glob(f"{name}.{device}.*.json")) for device in devices)
-    paths = [folder / f"{name}.cpu.json", *itertools.chain(*less)]
-    return [json.loads(path.read_text()) for path in paths if path.exists()]
+    exact = folder / f"{name}.cpu.json"
+    return [json.loads(path.read_text()) for path in (exact, *itertools.chain(*less))] if exact.exists() else []
 
 
 def gained(top1: float, exact: float) -> str:

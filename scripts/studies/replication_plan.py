@@ -41,8 +41,8 @@ def read_records(*folders: Path) -> dict[str, Record]:
         recipe = read_recipe(None, record["recipe"])
         if recipe.gradient_batch <= 2 and not record["statistics_batch"]:
             # Measured without a group: this was `population` once more.
-            for metrics in (record["test"], record["validation"]):
-                del metrics["expected"]
+            for images in ("test", "validation"):
+                record.get(images, {}).pop("expected", None)
         # Several processes divide a batch, so that its statistics groups are smaller.
         shared = record.get("processes", 1) > 1 and recipe.statistics_batch_size is None
         if not record.get("statistics_anew") and not shared:
