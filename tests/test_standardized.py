@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -198,9 +200,9 @@ def test_one_launch_equals_one_by_one(several):
     with kernels.use("triton"):
         assert in_one_launch(list(several))
         with standardized_once(several):
-            results = [layer.standardized_weight() for layer in several]
+            results = [layer.ready_weight() for layer in several]
             torch.autograd.backward(results, gradients)
-    assert all(layer._ready is None for layer in several)
+    assert all(layer.ready_weight() is None for layer in several)
     for layer, result, gradient in zip(several, results, gradients, strict=True):
         raw = layer.weight.detach().double().requires_grad_()
         wanted = standardize(raw)
@@ -213,7 +215,7 @@ def test_one_launch_equals_one_by_one(several):
 @pytest.mark.skipif(not kernels.HAS_TRITON, reason="needs Triton")
 def test_one_launch_refuses_second_derivatives(several):
     with kernels.use("triton"), standardized_once(several):
-        total = several[0].standardized_weight().pow(3).sum()
+        total = several[0].ready_weight().pow(3).sum()
     (first,) = torch.autograd.grad(total, several[0].weight, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         first.sum().backward()
@@ -229,6 +231,32 @@ def test_checkpointed_layers_standardize_by_themselves(several):
     layer.weight.grad = None
     layer(x).sum().backward()
     assert_close(own, layer.weight.grad)
+
+
+@pytest.mark.skipif(not kernels.HAS_TRITON, reason="needs Triton")
+def test_one_launch_without_gradients_is_only_used_without(several):
+    layer = several.eval()[0]
+    with torch.no_grad():
+        wanted = layer.standardized_weight()
+    with kernels.use("triton"):
+        assert not in_one_launch(list(several))
+        with torch.no_grad(), standardized_once(several):
+            assert_close(layer.ready_weight(), wanted, rtol=1e-5, atol=1e-6)
+            with ThreadPoolExecutor() as other:
+                assert other.submit(layer.ready_weight).result() is None
+            with torch.enable_grad():
+                layer(torch.ones(1, 3, 4, 4, device=DEVICE)).sum().backward()
+    assert layer.weight.grad.any()
+
+
+@pytest.mark.skipif(not kernels.HAS_TRITON, reason="needs Triton")
+def test_trace_contains_what_the_kernels_compute():
+    model, x = trained(**OPTIONS).to(DEVICE), torch.randn(2, 3, 32, 32, device=DEVICE)
+    model.default_statistics = "sample"
+    with kernels.use("triton"), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(model, x)
+        assert_close(traced(x + 1), model(x + 1), rtol=1e-3, atol=1e-3)
 
 
 @gpu_only

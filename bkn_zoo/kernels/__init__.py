@@ -37,8 +37,8 @@ def chosen(x: Tensor, inputs: int = 0) -> bool:
     """Whether the kernels support `x`, (images, channels, ...), above a layer with `inputs` channels."""
     if not (x.is_cuda or _forced == "triton") or not HAS_TRITON or _forced == "pytorch" or x.dtype not in DTYPES:
         return False
-    # There may be tangents or transforms of `torch.func`, which only PyTorch's own operators support.
-    if tangents_are_possible() or transforms_are_active():
+    # There may be tangents, transforms of `torch.func` or a trace, which only PyTorch's own operators support.
+    if tangents_are_possible() or transforms_are_active() or torch.jit.is_tracing():
         return False
     images, channels = x.shape[:2]
     # Offsets are counted over the values of one image, over some numbers per channel of all images, and over A.

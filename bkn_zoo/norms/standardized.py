@@ -1,7 +1,9 @@
 """Convolutions with standardized weights (Qiao et al. 2019): mean 0 and a variance of about 1/fan_in per channel."""
 
-from collections.abc import Collection, Iterator, Sequence
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -26,6 +28,14 @@ def standardize(weight: Tensor, eps: float = EPS) -> Tensor:
         return (weight - mean) * torch.rsqrt(weight[0].numel() * (var + eps))
 
 
+class Ready(threading.local):
+    weights: Mapping[Any, Tensor] = MappingProxyType({})
+
+
+READY = Ready()
+"""The standardized weights of convolutions within `standardized_once`. Other threads may run the same network."""
+
+
 class StandardizedConv(nn.Module):
     """Mixin for convolutions: `weight` is the raw weight, and the input is convolved with the standardized one.
 
@@ -36,19 +46,24 @@ class StandardizedConv(nn.Module):
     weight: Tensor
     bias: Tensor | None
     _kept: tuple[Any, Tensor, Tensor] | None = None
-    _ready: Tensor | None = None  # set by `standardized_once`
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.standardized_weight()
-        # Under autocast, `_ready` has its precision already.
-        weight = weight if weight is self._ready else weight.to(self.weight.dtype)
+        weight = self.ready_weight()
+        if weight is None:
+            weight = self.standardized_weight().to(self.weight.dtype)
         return self._conv_forward(x, weight, self.bias)  # type: ignore[operator]
+
+    def ready_weight(self) -> Tensor | None:
+        """The result of `standardized_once`, in autocast's precision, where it has the gradients that are needed."""
+        # Activation checkpointing runs a layer twice, which must save the same tensors, and the second time alone.
+        if torch.compiler.is_compiling() or saved_tensors_are_hooked():
+            return None
+        ready = READY.weights.get(self)
+        learns = torch.is_grad_enabled() and self.weight.requires_grad
+        return None if learns and ready is not None and not ready.requires_grad else ready
 
     def standardized_weight(self) -> Tensor:
         raw = self.weight
-        # Activation checkpointing runs a layer twice, which must save the same tensors, and the second time alone.
-        if self._ready is not None and torch.is_grad_enabled() and not saved_tensors_are_hooked():
-            return self._ready
         learns = self.training or (torch.is_grad_enabled() and raw.requires_grad)
         # Elsewhere, comparing numbers would wait for the device. A trace must not depend on earlier calls.
         keeps = not learns and raw.device.type == "cpu" and not torch.jit.is_tracing()
@@ -70,7 +85,7 @@ class StandardizedConv(nn.Module):
         return super().train(mode)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_kept", "_ready", "_rows")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_kept", "_rows")}
 
 
 class StandardizedConv1d(StandardizedConv, nn.Conv1d):
@@ -127,11 +142,12 @@ def with_constant_weights(network: nn.Module) -> None:
 
 
 def in_one_launch(convs: Sequence[Any]) -> bool:
-    """Whether a kernel can standardize the weights of these convolutions together, for a pass with gradients."""
-    if not convs or not torch.is_grad_enabled():
+    """Whether a kernel can standardize the weights of these convolutions together."""
+    # In evaluation mode, second derivatives are possible, but not those of the kernel.
+    if not convs or (torch.is_grad_enabled() and not convs[0].training):
         return False
     first = convs[0].weight.detach()
-    if not (convs[0].training and kernels.chosen(first)) or observed_by_pytorch(first):
+    if not kernels.chosen(first) or observed_by_pytorch(first):
         return False
     return len({(conv.weight.dtype, conv.weight.device) for conv in convs}) == 1
 
@@ -146,14 +162,13 @@ def standardized_once(network: nn.Module) -> Iterator[None]:
     weights = [conv.weight for conv in convs]
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else weights[0].dtype
     addresses = [weight.data_ptr() for weight in weights]
-    own = convs[0].__dict__
-    if "_rows" not in own or own["_rows"][0] != addresses:
-        own["_rows"] = addresses, kernels.rows_of(weights)
-    ready = kernels.StandardizeAll.apply(own["_rows"][1], dtype, EPS, *weights)
-    for conv, weight in zip(convs, ready, strict=True):
-        conv.__dict__["_ready"] = weight
+    seen, rows = convs[0].__dict__.get("_rows", (None, None))
+    if seen != addresses:
+        rows = kernels.rows_of(weights)
+        convs[0].__dict__["_rows"] = addresses, rows
+    ready = kernels.StandardizeAll.apply(rows, dtype, EPS, *weights)
+    before, READY.weights = READY.weights, dict(zip(convs, ready, strict=True))
     try:
         yield
     finally:
-        for conv in convs:
-            conv.__dict__["_ready"] = None
+        READY.weights = before
