@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -65,6 +64,12 @@ def test_weight_has_mean_0_and_variance_1_over_fan_in():
     for own, raw in zip(result, weight, strict=True):
         assert_close(own, (raw - raw.mean()) / ((raw.var(correction=0) + 1e-4) * raw.numel()).sqrt())
     assert_close(result.flatten(1).mean(1), torch.zeros(5, dtype=torch.float64))
+
+
+def test_shift_and_scale_of_the_raw_weight_change_nothing():
+    weight = torch.randn(5, 3, 2, 4, dtype=torch.float64)
+    assert_close(standardize(weight + 7.0), standardize(weight))
+    assert_close(standardize(weight * 7.0, eps=0.0), standardize(weight, eps=0.0))
 
 
 @pytest.mark.parametrize("kind", [nn.Conv1d, nn.Conv2d, nn.Conv3d])
@@ -236,25 +241,46 @@ def test_checkpointed_layers_standardize_by_themselves(several):
 @pytest.mark.skipif(not kernels.HAS_TRITON, reason="needs Triton")
 def test_one_launch_without_gradients_is_only_used_without(several):
     layer = several.eval()[0]
-    with torch.no_grad():
-        wanted = layer.standardized_weight()
+    ready = torch.no_grad()(layer.ready_weight)
     with kernels.use("triton"):
         assert not in_one_launch(list(several))
         with torch.no_grad(), standardized_once(several):
-            assert_close(layer.ready_weight(), wanted, rtol=1e-5, atol=1e-6)
+            assert_close(ready(), layer.standardized_weight(), rtol=1e-5, atol=1e-6)
+            assert not in_one_launch(list(several))  # of a network within this one
             with ThreadPoolExecutor() as other:
-                assert other.submit(layer.ready_weight).result() is None
+                assert other.submit(ready).result() is None
             with torch.enable_grad():
                 layer(torch.ones(1, 3, 4, 4, device=DEVICE)).sum().backward()
     assert layer.weight.grad.any()
+    assert ready() is None
 
 
+@pytest.mark.skipif(not kernels.HAS_TRITON, reason="needs Triton")
+@pytest.mark.parametrize("case", ["", "pruned", "permuted", "without autocast", "replaced"])
+def test_one_launch_changes_no_evaluation(several, case):
+    layer, x = several.eval()[0], torch.randn(2, 3, 6, 6, device=DEVICE)
+    raw = torch.randn_like(layer.weight)
+    if case == "pruned":
+        prune.l1_unstructured(layer, "weight", 0.5)
+        layer.weight_orig.data = raw  # not `weight`, before the next call
+    if case == "permuted":
+        layer.weight = nn.Parameter(raw.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0))
+    weights, results = {"weight": raw} if case == "replaced" else {}, []
+    for implementation in ("triton", "pytorch"):
+        torch.set_autocast_enabled("cuda", case == "without autocast")  # torch.autocast would refuse without a GPU
+        once = standardized_once(several)
+        with torch.no_grad(), kernels.use(implementation), once, torch.autocast("cuda", enabled=False):
+            results.append(torch.func.functional_call(layer, weights, x))
+        torch.set_autocast_enabled("cuda", False)
+    assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the tracer
 @pytest.mark.skipif(not kernels.HAS_TRITON, reason="needs Triton")
 def test_trace_contains_what_the_kernels_compute():
     model, x = trained(**OPTIONS).to(DEVICE), torch.randn(2, 3, 32, 32, device=DEVICE)
     model.default_statistics = "sample"
-    with kernels.use("triton"), torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with kernels.use("triton"), torch.no_grad():
         traced = torch.jit.trace(model, x)
         assert_close(traced(x + 1), model(x + 1), rtol=1e-3, atol=1e-3)
 

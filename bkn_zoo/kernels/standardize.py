@@ -102,7 +102,8 @@ class StandardizeAll(torch.autograd.Function):
         count = len(rows.table)
         moments = torch.empty(count, 2, device=rows.table.device)
         out = torch.empty(sum(rows.sizes), dtype=dtype, device=rows.table.device)
-        standardize_row[(count,)](rows.table, weights[0], out, moments, eps, BLOCK=BLOCK)
+        with torch.cuda.device_of(rows.table):
+            standardize_row[(count,)](rows.table, weights[0], out, moments, eps, BLOCK=BLOCK)
         ctx.rows = rows
         ctx.save_for_backward(moments, *weights)
         return _laid_out(out, weights, rows)

@@ -1,9 +1,8 @@
 """Convolutions with standardized weights (Qiao et al. 2019): mean 0 and a variance of about 1/fan_in per channel."""
 
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from bkn_zoo import kernels
 from bkn_zoo.errors import InputError
-from bkn_zoo.kernels.conditions import observed_by_pytorch
+from bkn_zoo.kernels.conditions import dense, observed_by_pytorch
 from bkn_zoo.norms.statistics import in_full_precision, without_autocast
 from bkn_zoo.torch_internals import saved_tensors_are_hooked
 
@@ -28,12 +27,13 @@ def standardize(weight: Tensor, eps: float = EPS) -> Tensor:
         return (weight - mean) * torch.rsqrt(weight[0].numel() * (var + eps))
 
 
-class Ready(threading.local):
-    weights: Mapping[Any, Tensor] = MappingProxyType({})
+class _Ready(threading.local):
+    def __init__(self) -> None:
+        self.weights: dict[Tensor, Tensor] = {}
 
 
-READY = Ready()
-"""The standardized weights of convolutions within `standardized_once`. Other threads may run the same network."""
+READY = _Ready()
+"""The standardized weights by raw weight, within `standardized_once`. Other threads may run the same network."""
 
 
 class StandardizedConv(nn.Module):
@@ -58,9 +58,13 @@ class StandardizedConv(nn.Module):
         # Activation checkpointing runs a layer twice, which must save the same tensors, and the second time alone.
         if torch.compiler.is_compiling() or saved_tensors_are_hooked():
             return None
-        ready = READY.weights.get(self)
-        learns = torch.is_grad_enabled() and self.weight.requires_grad
-        return None if learns and ready is not None and not ready.requires_grad else ready
+        raw = self.weight
+        ready = READY.weights.get(raw)
+        if ready is None or ready.requires_grad != (torch.is_grad_enabled() and raw.requires_grad):
+            return None
+        # A part of a network may run without autocast, or with gradients within inference mode.
+        usable = ready.dtype == raw.dtype or torch.is_autocast_enabled("cuda")
+        return ready if usable and not (ready.is_inference() and torch.is_grad_enabled()) else None
 
     def standardized_weight(self) -> Tensor:
         raw = self.weight
@@ -69,7 +73,7 @@ class StandardizedConv(nn.Module):
         keeps = not learns and raw.device.type == "cpu" and not torch.jit.is_tracing()
         if not keeps or observed_by_pytorch(constant := raw.detach()) or raw.is_inference():
             return standardize(raw)
-        seen = id(raw), raw._version, raw.data_ptr()
+        seen = id(raw), raw._version, raw.data_ptr(), raw.shape
         # The first of each channel.
         numbers = constant.as_strided(raw.shape[:1], raw.stride()[:1])
         kept = self._kept
@@ -85,7 +89,7 @@ class StandardizedConv(nn.Module):
         return super().train(mode)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_kept", "_rows")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_kept", "_rows", "_captured")}
 
 
 class StandardizedConv1d(StandardizedConv, nn.Conv1d):
@@ -144,12 +148,16 @@ def with_constant_weights(network: nn.Module) -> None:
 def in_one_launch(convs: Sequence[Any]) -> bool:
     """Whether a kernel can standardize the weights of these convolutions together."""
     # In evaluation mode, second derivatives are possible, but not those of the kernel.
-    if not convs or (torch.is_grad_enabled() and not convs[0].training):
+    if not convs or READY.weights or (torch.is_grad_enabled() and not convs[0].training):
         return False
-    first = convs[0].weight.detach()
+    weights = [conv.weight for conv in convs]
+    # Pruning, for example, computes the weight in a hook. A part of a sharded weight has another type.
+    if not all(type(weight) is nn.Parameter and dense(weight) is weight for weight in weights):
+        return False
+    first = weights[0].detach()
     if not kernels.chosen(first) or observed_by_pytorch(first):
         return False
-    return len({(conv.weight.dtype, conv.weight.device) for conv in convs}) == 1
+    return len({(weight.dtype, weight.device) for weight in weights}) == 1
 
 
 @contextmanager
@@ -161,14 +169,20 @@ def standardized_once(network: nn.Module) -> Iterator[None]:
         return
     weights = [conv.weight for conv in convs]
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else weights[0].dtype
-    addresses = [weight.data_ptr() for weight in weights]
-    seen, rows = convs[0].__dict__.get("_rows", (None, None))
+    addresses = weights[0].dtype, [(weight.data_ptr(), weight.shape) for weight in weights]
+    own = convs[0].__dict__
+    seen, rows = own.get("_rows", (None, None))
+    capturing = weights[0].is_cuda and torch.cuda.is_current_stream_capturing()
     if seen != addresses:
-        rows = kernels.rows_of(weights)
-        convs[0].__dict__["_rows"] = addresses, rows
+        if capturing:  # a table cannot be sent to the device now
+            yield
+            return
+        own["_rows"] = addresses, (rows := kernels.rows_of(weights))
+    if capturing:  # replays need the table, whatever other calls do
+        own["_captured"] = [*own.get("_captured", ()), rows]
     ready = kernels.StandardizeAll.apply(rows, dtype, EPS, *weights)
-    before, READY.weights = READY.weights, dict(zip(convs, ready, strict=True))
+    READY.weights = dict(zip(weights, ready, strict=True))
     try:
         yield
     finally:
-        READY.weights = before
+        READY.weights = {}
