@@ -331,13 +331,7 @@ def test_a_killed_process_leaves_a_folder_complete_or_absent(folder, monkeypatch
         assert from_pretrained(folder).name == (SMALL if left == "old" else "inception_cifar_gn")
 
 
-@pytest.mark.parametrize(
-    ("name", "error"),
-    [
-        ("fsync", OSError(28, "No space left")),
-        ("rename", KeyboardInterrupt()),
-    ],
-)
+@pytest.mark.parametrize(("name", "error"), [("fsync", OSError(28, "No space left")), ("rename", KeyboardInterrupt())])
 def test_save_that_fails_or_is_interrupted_keeps_the_old_one(folder, monkeypatch, name, error):
     before, real = contents(folder), getattr(os, name)
 

@@ -146,8 +146,7 @@ def test_the_exported_network_gives_the_same_logits(trained):
 
 
 @pytest.mark.parametrize(
-    ("group", "layout"),
-    [*((group, torch.contiguous_format) for group in (1, 3, None)), (2, torch.channels_last)],
+    ("group", "layout"), [*((group, torch.contiguous_format) for group in (1, 3, None)), (2, torch.channels_last)]
 )
 def test_grouped_network_equals_a_loop_over_the_groups(small, group, layout):
     model = small().train().to(memory_format=layout)

@@ -64,9 +64,9 @@ def tree(tmp_path, monkeypatch):
     return write_noise(tmp_path / "photos", dark=12, light=12)
 
 
-def saved(folder, *label_names, preprocessing=SIZE_8):
+def saved(folder, *label_names, preprocessing=SIZE_8, **options):
     """A new network for these classes."""
-    model = bkn_zoo.create_model(NETWORK, len(label_names))
+    model = bkn_zoo.create_model(NETWORK, len(label_names), **options)
     model.statistics_batch_size = 2
     model(torch.randn(4, 3, 8, 8))
     bkn_zoo.save_pretrained(model.eval(), folder, label_names=list(label_names), preprocessing=preprocessing)
@@ -75,7 +75,7 @@ def saved(folder, *label_names, preprocessing=SIZE_8):
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    return saved(tmp_path / "start", *"abcde")
+    return saved(tmp_path / "start", *"abcde", standardized_weights=True)
 
 
 @pytest.fixture

@@ -73,6 +73,8 @@ def zoo_card(checkpoints: Mapping[str, Config], results: Path) -> dict[str, Cont
     for name, config in sorted(checkpoints.items()):
         about = {"checkpoint": f"[{name}](checkpoints/{name}/README.md)", "data": dataset_name(config)}
         about |= {"classes": config.num_classes, "group": config.statistics_batch_size or "whole batch"}
+        sizes = [_size(config), _size(config, transition_rank=None)]
+        about["parameters"] = f"{sizes[0]} ({sizes[1]})" if sizes[0] != sizes[1] else sizes[0]
         top1 = {mode: _accuracy(name, config, mode, results, "**") for mode in MODES}
         rows.append(about | top1)
     return {"checkpoints": frame(rows), "training": frame(_training(results))}
@@ -86,11 +88,15 @@ def short_list(checkpoints: Mapping[str, Config], results: Path) -> list[dict[st
             "top-1 (%)": _accuracy(name, config, config.default_statistics, results),
             "classes": config.num_classes,
             "image size": f"{config.preprocessing.size} px" if config.preprocessing else None,
-            "parameters": f"{parameters(config.architecture, config.num_classes, **config.norm_options) / 1e6:.1f}M",
+            "parameters": _size(config),
             "default statistics": f"`{config.default_statistics}`",
         }
         for name, config in sorted(checkpoints.items())
     ]  # fmt: skip
+
+
+def _size(config: Config, **changes: Any) -> str:
+    return f"{parameters(config.architecture, config.num_classes, **config.norm_options | changes) / 1e6:.1f}M"
 
 
 def _accuracy(name: str, config: Config, mode: str, results: Path, bold: str = "") -> str | None:
