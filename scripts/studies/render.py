@@ -111,7 +111,7 @@ def numbered(text: str, page: str = "the page") -> str:
         file, row, column, shown = marker.group(2, 3, 4, 5)
         with (TABLES / f"{file}.csv").open(encoding="utf-8", newline="") as lines:
             found = [line for line in csv.DictReader(lines) if {*row.split(";")} <= {*line.values()}]
-        if len(found) != 1 or not (value := re.search(r"[-+]?\d[\d,]*\.?\d*", found[0].get(column) or "")):
+        if len(found) != 1 or not (value := re.match(r"[-+]?\d[\d,]*\.?\d*", found[0].get(column) or "")):
             raise InputError(f"{page}: {marker[1]} names {len(found)} rows, or a cell without a number.")
         exact, decimals = float(value[0].replace(",", "")), len(shown.partition(".")[2])
         return marker[1] + (f"{exact:+.{decimals}f}" if shown[:1] in "+-" else f"{abs(exact):.{decimals}f}")
