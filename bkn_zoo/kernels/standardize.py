@@ -22,23 +22,25 @@ class Rows(NamedTuple):
     Attributes:
         table: for each row its address, its length and its offset in a tensor of all rows.
         sizes: the number of values of each weight.
+        addresses: of the weights.
     """
 
     table: Tensor
     sizes: list[int]
+    addresses: list[int]
 
 
 def rows_of(weights: Sequence[Tensor]) -> Rows:
     """The rows of dense weights, which have one type and device."""
-    sizes = [weight.numel() for weight in weights]
+    sizes, addresses = [weight.numel() for weight in weights], [weight.data_ptr() for weight in weights]
     lengths = torch.tensor([weight[0].numel() for weight in weights])
     counts = torch.tensor([len(weight) for weight in weights])
-    first = torch.tensor([weight.data_ptr() for weight in weights]).repeat_interleave(counts)
+    first = torch.tensor(addresses).repeat_interleave(counts)
     length = lengths.repeat_interleave(counts)
     place = length.cumsum(0) - length
     begin = torch.tensor(sizes).cumsum(0) - torch.tensor(sizes)
     address = first + (place - begin.repeat_interleave(counts)) * weights[0].element_size()
-    return Rows(torch.stack([address, length, place], 1).to(weights[0].device), sizes)
+    return Rows(torch.stack([address, length, place], 1).to(weights[0].device), sizes, addresses)
 
 
 @triton.jit
@@ -106,13 +108,18 @@ class StandardizeAll(torch.autograd.Function):
             standardize_row[(count,)](rows.table, weights[0], out, moments, eps, BLOCK=BLOCK)
         ctx.rows = rows
         ctx.save_for_backward(moments, *weights)
-        return _laid_out(out, weights, rows)
+        parts = _laid_out(out, weights, rows)
+        learning = zip(parts, ctx.needs_input_grad[3:], strict=True)
+        ctx.mark_non_differentiable(*(part for part, learns in learning if not learns))
+        return parts
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         moments, *weights = ctx.saved_tensors
         rows: Rows = ctx.rows
+        if rows.addresses != [weight.data_ptr() for weight in weights]:  # FSDP2 has gathered them again
+            rows = rows_of(weights)
         # One copy of all gradients: their addresses differ in every step, and a table of them would have to be sent.
         flat = [_in_order(gradient, weight) for gradient, weight in zip(gradients, weights, strict=True)]
         out = torch.empty(sum(rows.sizes), dtype=weights[0].dtype, device=moments.device)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bkn_zoo import kernels
 from bkn_zoo.errors import InputError
-from bkn_zoo.kernels.conditions import dense, observed_by_pytorch
+from bkn_zoo.kernels.conditions import channels_last, observed_by_pytorch
 from bkn_zoo.norms.statistics import in_full_precision, without_autocast
 from bkn_zoo.torch_internals import saved_tensors_are_hooked
 
@@ -145,41 +145,43 @@ def with_constant_weights(network: nn.Module) -> None:
             module.__class__ = kind
 
 
-def in_one_launch(convs: Sequence[Any]) -> bool:
-    """Whether a kernel can standardize the weights of these convolutions together."""
+def in_one_launch(convs: Sequence[Any]) -> list[nn.Parameter]:
+    """The weights of those of these convolutions whose weights a kernel can standardize together."""
     # In evaluation mode, second derivatives are possible, but not those of the kernel.
-    if not convs or READY.weights or (torch.is_grad_enabled() and not convs[0].training):
-        return False
-    weights = [conv.weight for conv in convs]
-    # Pruning, for example, computes the weight in a hook. A part of a sharded weight has another type.
-    if not all(type(weight) is nn.Parameter and dense(weight) is weight for weight in weights):
-        return False
-    first = weights[0].detach()
-    if not kernels.chosen(first) or observed_by_pytorch(first):
-        return False
-    return len({(weight.dtype, weight.device) for weight in weights}) == 1
+    learns = torch.is_grad_enabled()
+    if not (kernels.HAS_TRITON and convs) or READY.weights or (learns and not convs[0].training):
+        return []
+    if saved_tensors_are_hooked():
+        return []
+    # Pruning, for example, computes the weight in a hook. A part of a sharded weight has another type or shape.
+    weights = [conv._parameters.get("weight") for conv in convs]
+    known = [weight for weight in weights if type(weight) is nn.Parameter and weight.ndim > 2]
+    known = [weight for weight in known if weight.is_contiguous() or channels_last(weight)]
+    if not known or not kernels.chosen(first := known[0].detach()) or observed_by_pytorch(first):
+        return []
+    return [weight for weight in known if (weight.dtype, weight.device) == (first.dtype, first.device)]
 
 
 @contextmanager
 def standardized_once(network: nn.Module) -> Iterator[None]:
-    """Standardize all weights of a network in one launch, if that is possible, for its calls within this context."""
+    """Standardize the weights of a network in one launch, if that is possible, for its calls within this context."""
     convs: list[Any] = standardized_convolutions(network)
-    if not in_one_launch(convs):
+    weights = in_one_launch(convs)
+    if not weights:
         yield
         return
-    weights = [conv.weight for conv in convs]
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else weights[0].dtype
-    addresses = weights[0].dtype, [(weight.data_ptr(), weight.shape) for weight in weights]
+    seen = weights[0].dtype, [(weight.data_ptr(), weight.shape) for weight in weights]
     own = convs[0].__dict__
-    seen, rows = own.get("_rows", (None, None))
+    known, rows = own.get("_rows", (None, None))
     capturing = weights[0].is_cuda and torch.cuda.is_current_stream_capturing()
-    if seen != addresses:
+    if known != seen:
         if capturing:  # a table cannot be sent to the device now
             yield
             return
-        own["_rows"] = addresses, (rows := kernels.rows_of(weights))
+        own["_rows"] = seen, (rows := kernels.rows_of(weights))
     if capturing:  # replays need the table, whatever other calls do
-        own["_captured"] = [*own.get("_captured", ()), rows]
+        own["_captured"] = own.get("_captured", {}) | {id(rows): rows}
     ready = kernels.StandardizeAll.apply(rows, dtype, EPS, *weights)
     READY.weights = dict(zip(weights, ready, strict=True))
     try:
