@@ -27,9 +27,9 @@ from bkn_zoo.training.step import make_step
 DEVICE = torch.device(NAME)
 
 
-def network(name="inception_cifar_bkn", group=2):
+def network(name="inception_cifar_bkn", group=2, **options):
     torch.manual_seed(0)
-    model = bkn_zoo.create_model(name).to(DEVICE).to(memory_format=torch.channels_last)
+    model = bkn_zoo.create_model(name, **options).to(DEVICE).to(memory_format=torch.channels_last)
     model.statistics_batch_size = group
     return model
 
@@ -52,11 +52,11 @@ def test_side_stream_is_awaited_after_an_error(monkeypatch):
     assert waited == ["b", "a"]
 
 
-def train(how, steps=20):
+def train(how, steps=20, **options):
     """Losses of each step, with a learning rate that changes, and the network."""
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.deterministic = True
-    model = network()
+    model = network(**options)
     optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.05, device=DEVICE), momentum=0.9, fused=True)
     mode = how if how == "reduce-overhead" else None
     run = model if how == "launched" else torch.compile(model, mode=mode, fullgraph=True)
@@ -73,10 +73,11 @@ def train(how, steps=20):
 
 @gpu_only
 @pytest.mark.parametrize("how", ["compiled", "reduce-overhead"])
-def test_twenty_compiled_steps_are_the_same_as_launched_ones(how):
+@pytest.mark.parametrize("options", [{}, {"standardized_weights": True, "transition_rank": 16}], ids=["", "compact"])
+def test_twenty_compiled_steps_are_the_same_as_launched_ones(how, options):
     """test_fit.py compares captured ones."""
     torch._dynamo.reset()
-    (losses, model), (expected, launched) = train(how), train("launched")
+    (losses, model), (expected, launched) = train(how, **options), train("launched", **options)
     assert expected[-1] < 0.9 * expected[0]
     assert_close(losses, expected, rtol=1e-3, atol=1e-3)
     for (name, buffer), other in zip(model.named_buffers(), launched.buffers(), strict=True):

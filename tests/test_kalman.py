@@ -24,9 +24,6 @@ def covariance(size):
     return root @ root.T / size + 0.1 * torch.eye(size, dtype=torch.float64)
 
 
-# Values
-
-
 def test_predict_is_the_diagonal_of_the_papers_prediction():
     prior, transition = random_belief(3, 4), random(5, 4)
     for noise in (random(5).square(), random(1).square()):  # one for each channel, or for all
@@ -66,9 +63,6 @@ def test_update_is_the_mixture_of_prediction_and_observation(gain):
     assert_close(belief.var, second - mean**2)
 
 
-# Gradients
-
-
 @pytest.mark.parametrize("group", [None, 2, 1])
 def test_gradients_through_two_chained_layers_are_right(make_norm, group):
     """x, and gamma, beta, A, R and q of two layers above a first one: the belief of each reaches those above."""
@@ -91,9 +85,6 @@ def test_gradients_through_two_chained_layers_are_right(make_norm, group):
     assert gradcheck(chain, inputs)
     if group == 2:
         assert gradgradcheck(chain, inputs)
-
-
-# The appendix
 
 
 def appendix(q_gradient):
@@ -171,9 +162,6 @@ def test_the_moving_average_converges_unlike_the_printed_one():
     assert_close(layer.running_mean, x.mean(0))
     assert_close(layer.running_var, x.var(0))
     assert_close(distances[-1] / distances[0], torch.tensor(1.1**199, dtype=torch.float64))
-
-
-# Full covariances
 
 
 def one_to_one(size):

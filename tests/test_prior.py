@@ -72,9 +72,6 @@ def small():
     )  # fmt: skip
 
 
-# The initial belief
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gain_zero_is_frozen_batch_norm(family):
     original = pretrained(FAMILIES[family])
@@ -267,9 +264,6 @@ def test_a_low_gain_moves_at_the_learning_rate_of_fine_tuning():
     ]
     assert gains[0] == pytest.approx(0.444, rel=0.15)
     assert gains[1] < 0.015  # with the logit's own gradient
-
-
-# Learning without labels
 
 
 def photographs(batches=6):

@@ -61,7 +61,7 @@ def test_recalibrated_or_smaller_group_runs_do_not_count(tmp_path, arm, more, co
 
 
 @pytest.mark.parametrize(("group", "modes"), [(None, {"population", "sample"}), (2, set(MODES))])
-def test_expected_of_a_tiny_batch_counts_if_it_was_measured_with_a_group(tmp_path, group, modes):
+def test_expected_of_a_tiny_batch_needs_a_group(tmp_path, group, modes):
     run = PLANNED.arms["cifar100.bkn.128-2"].runs[0]
     recipe = dataclasses.replace(run.recipe, gradient_batch=2, statistics_batch_size=None)
     metrics = {mode: {"top1": 50.0} for mode in MODES}

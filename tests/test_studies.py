@@ -199,7 +199,7 @@ def test_sample_is_the_best_mode_under_blur():
         assert (best[network, "contrast"] == "sample") == (network != "inception_cifar_bkn.cifar100")
 
 
-def test_sentences_on_larger_groups_and_tiny_imagenet_follow_from_the_records():
+def test_sentences_on_standardized_weights_follow_from_records():
     from studies.replication import newer
     from studies.replication_cells import cell
 

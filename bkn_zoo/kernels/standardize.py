@@ -17,30 +17,32 @@ BLOCK = 1024
 
 
 class Rows(NamedTuple):
-    """Where the rows of some weights are.
-
-    Attributes:
-        table: for each row its address, its length and its offset in a tensor of all rows.
-        sizes: the number of values of each weight.
-        addresses: of the weights.
-    """
+    """Each row's address, its length and its offset in a tensor of all rows; and the places of the weights."""
 
     table: Tensor
-    sizes: list[int]
-    addresses: list[int]
+    places: list[Any]
+
+    def fit(self, weights: Sequence[Tensor]) -> bool:
+        """Whether these weights are where the rows are."""
+        return self.places == places(weights)
+
+
+def places(weights: Sequence[Tensor]) -> list[Any]:
+    """Address, type and shape of each weight."""
+    return [(weight.data_ptr(), weight.dtype, weight.shape) for weight in weights]
 
 
 def rows_of(weights: Sequence[Tensor]) -> Rows:
     """The rows of dense weights, which have one type and device."""
-    sizes, addresses = [weight.numel() for weight in weights], [weight.data_ptr() for weight in weights]
+    sizes = torch.tensor([weight.numel() for weight in weights])
     lengths = torch.tensor([weight[0].numel() for weight in weights])
     counts = torch.tensor([len(weight) for weight in weights])
-    first = torch.tensor(addresses).repeat_interleave(counts)
+    first = torch.tensor([weight.data_ptr() for weight in weights]).repeat_interleave(counts)
     length = lengths.repeat_interleave(counts)
     place = length.cumsum(0) - length
-    begin = torch.tensor(sizes).cumsum(0) - torch.tensor(sizes)
+    begin = sizes.cumsum(0) - sizes
     address = first + (place - begin.repeat_interleave(counts)) * weights[0].element_size()
-    return Rows(torch.stack([address, length, place], 1).to(weights[0].device), sizes, addresses)
+    return Rows(torch.stack([address, length, place], 1).to(weights[0].device), places(weights))
 
 
 @triton.jit
@@ -103,12 +105,12 @@ class StandardizeAll(torch.autograd.Function):
     def forward(ctx: Any, rows: Rows, dtype: torch.dtype, eps: float, *weights: Tensor) -> tuple[Tensor, ...]:
         count = len(rows.table)
         moments = torch.empty(count, 2, device=rows.table.device)
-        out = torch.empty(sum(rows.sizes), dtype=dtype, device=rows.table.device)
+        out = torch.empty(sum(map(Tensor.numel, weights)), dtype=dtype, device=rows.table.device)
         with torch.cuda.device_of(rows.table):
             standardize_row[(count,)](rows.table, weights[0], out, moments, eps, BLOCK=BLOCK)
         ctx.rows = rows
         ctx.save_for_backward(moments, *weights)
-        parts = _laid_out(out, weights, rows)
+        parts = _laid_out(out, weights)
         learning = zip(parts, ctx.needs_input_grad[3:], strict=True)
         ctx.mark_non_differentiable(*(part for part, learns in learning if not learns))
         return parts
@@ -118,18 +120,19 @@ class StandardizeAll(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         moments, *weights = ctx.saved_tensors
         rows: Rows = ctx.rows
-        if rows.addresses != [weight.data_ptr() for weight in weights]:  # FSDP2 has gathered them again
+        if not rows.fit(weights):  # FSDP2 has gathered them again
             rows = rows_of(weights)
         # One copy of all gradients: their addresses differ in every step, and a table of them would have to be sent.
         flat = [_in_order(gradient, weight) for gradient, weight in zip(gradients, weights, strict=True)]
-        out = torch.empty(sum(rows.sizes), dtype=weights[0].dtype, device=moments.device)
-        gradient_row[(len(rows.table),)](rows.table, weights[0], torch.cat(flat), moments, out, BLOCK=BLOCK)
-        return None, None, None, *_laid_out(out, weights, rows)
+        joined = torch.cat(flat)
+        out = torch.empty_like(joined, dtype=weights[0].dtype)
+        gradient_row[(len(rows.table),)](rows.table, weights[0], joined, moments, out, BLOCK=BLOCK)
+        return None, None, None, *_laid_out(out, weights)
 
 
-def _laid_out(values: Tensor, weights: Sequence[Tensor], rows: Rows) -> tuple[Tensor, ...]:
+def _laid_out(values: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Parts of a flat tensor with the shapes and layouts of the weights."""
-    parts = values.split(rows.sizes)
+    parts = values.split([weight.numel() for weight in weights])
     return tuple(part.as_strided(weight.shape, weight.stride()) for part, weight in zip(parts, weights, strict=True))
 
 

@@ -171,15 +171,14 @@ def standardized_once(network: nn.Module) -> Iterator[None]:
         yield
         return
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else weights[0].dtype
-    seen = weights[0].dtype, [(weight.data_ptr(), weight.shape) for weight in weights]
     own = convs[0].__dict__
-    known, rows = own.get("_rows", (None, None))
+    rows = own.get("_rows")
     capturing = weights[0].is_cuda and torch.cuda.is_current_stream_capturing()
-    if known != seen:
+    if rows is None or not rows.fit(weights):
         if capturing:  # a table cannot be sent to the device now
             yield
             return
-        own["_rows"] = seen, (rows := kernels.rows_of(weights))
+        own["_rows"] = rows = kernels.rows_of(weights)
     if capturing:  # replays need the table, whatever other calls do
         own["_captured"] = own.get("_captured", {}) | {id(rows): rows}
     ready = kernels.StandardizeAll.apply(rows, dtype, EPS, *weights)
