@@ -210,15 +210,12 @@ def test_sentences_on_standardized_weights_follow_from_records():
     (of_32,) = found[f"cifar100.bkn.128-32.{options.format(0.4)}"].records
     assert "with groups of 32 (15 epochs, one seed) only three of 18." in text
     assert (len(of_32["gain"]), sum(gain < 0.05 for gain in of_32["gain"].values())) == (18, 3)
-    bkn = found[f"tiny.bkn.256-4.{options.format(0.2)},transition_rank=16"].top1()
-    group_norm = found["tiny.gn.256-256.channels_per_group=8,lr=0.2,standardized_weights=True"].top1()
-    assert "GroupNorm is half a point ahead of BKN with four, within chance." in text
-    assert 0.4 < mean(group_norm) - mean(bkn) < 0.6
-    assert "Initial gains of 0.05, 0.2 and 0.5 (two images, one seed) are within a point of 0.1 with `sample`" in text
+    assert "0.5 (two images, one seed) are within a point of 0.1 with `sample`, and at most 1.3 lower with" in text
     name = "cifar100_small.bkn.2-2.initial_gain={},lr=0.01,standardized_weights=True"
-    for mode in ("sample", "expected"):
+    for mode, lower, higher in (("sample", 1, 1), ("expected", 1.3, 0)):
         tops = [mean(found[name.format(gain)].top1(mode)) for gain in (0.1, 0.05, 0.2, 0.5)]
-        assert max(abs(top - tops[0]) for top in tops) < 1
+        assert tops[0] - lower < min(tops)
+        assert max(tops) <= tops[0] + higher
 
 
 @pytest.mark.parametrize(("norm", "layer"), [("evonorm", EvoNorm2dS0), ("frn", FilterResponseNormTlu2d)])
