@@ -104,9 +104,6 @@ def test_loaded_weights_start_as_converted_ones():
     torch.testing.assert_close(fresh.state_dict(), convert(original).state_dict(), rtol=0, atol=0)
 
 
-# Plans
-
-
 class Block(nn.Module):
     """Convolutions and norms by name, and a forward that is given as a function of them and the input."""
 
@@ -402,9 +399,6 @@ def test_training_and_evaluation_may_run_other_code():
     assert priors(converted)["aux.1"] == {"n1": 4}
 
 
-# Kinds of norm
-
-
 @pytest.mark.parametrize(
     ("layer", "shape", "kind"),
     [
@@ -481,9 +475,6 @@ def test_a_norm_of_several_names_is_one_norm():
     assert converted.n1 is converted.n2
     assert converted.b1[1] is converted.b2[1]
     assert not any(isinstance(module, _BatchNorm) for module in converted.modules())
-
-
-# Calls
 
 
 def test_threads_choose_their_own_statistics():
@@ -689,9 +680,6 @@ def test_an_error_in_a_call_leaves_nothing_behind():
     torch.testing.assert_close(network(IMAGES[0]), wanted)
 
 
-# Use
-
-
 def test_a_converted_network_keeps_its_class_and_copies():
     original = FAMILIES["resnet"]()
     converted = convert(original).eval()
@@ -819,9 +807,6 @@ def test_an_image_s_statistics_before_training_are_warned_of():
     assert all("start_near_population" in text for text in words)
 
 
-# Bad input
-
-
 def having(**attributes):
     model = small()
     for name, value in attributes.items():
@@ -877,9 +862,6 @@ def test_a_wrong_part_is_refused_with_the_reason():
     whole.report = "a word"
     with pytest.raises(ConversionError, match="Sequential has an attribute or input report, which"):
         convert(whole, only="0")
-
-
-# Proof
 
 
 @dataclass

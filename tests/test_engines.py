@@ -24,7 +24,7 @@ from bkn_zoo.inference.openvino_graph import Symbol
 from bkn_zoo.models.inception import InceptionCifar, MaxPool
 from bkn_zoo.models.network import Branch
 from bkn_zoo.models.resnet import ResNet
-from bkn_zoo.norms import MODES, BatchNorm2d, GroupNorm2d, Statistics
+from bkn_zoo.norms import MODES, BatchKalmanNorm2d, BatchNorm2d, Belief, GroupNorm2d, Statistics
 from bkn_zoo.norms.running import RunningNorm
 
 needs_openvino = pytest.mark.skipif(engines.ov is None, reason="openvino is not installed")
@@ -421,6 +421,15 @@ def test_many_positions_do_not_spoil_the_statistics(shape, precision):
     found = by_openvino(lambda x: norm(pointwise(x), None, SAMPLE)[0], x, precision)
     tolerance = 0.01 if precision == "f16" else 1e-4
     assert_close(found, F.batch_norm(x, None, None, training=True), atol=tolerance, rtol=tolerance)
+
+
+def test_a_large_mean_leaves_the_prediction_exact():
+    """With a gain of nearly zero, in f32 here; in 16 bits means are large from about 100."""
+    layer = BatchKalmanNorm2d(2, 2).requires_grad_(False).eval()
+    layer.set_gain(3e-6)
+    below = Belief(torch.ones(1, 2), torch.ones(1, 2))
+    _, belief = ImageNorm(layer, SAMPLE)(3e5 + torch.randn(1, 2, 8, 8), below, SAMPLE)
+    assert_close(belief.mean, F.linear(below.mean, layer.transition) + 0.9, atol=1e-3, rtol=0)
 
 
 @needs_openvino

@@ -66,6 +66,12 @@ def test_weight_has_mean_0_and_variance_1_over_fan_in():
     assert_close(result.flatten(1).mean(1), torch.zeros(5, dtype=torch.float64))
 
 
+def test_weight_is_that_of_timm():
+    rival = pytest.importorskip("timm.layers").ScaledStdConv2d(3, 5, 3, eps=1e-4)
+    x = torch.randn(2, 3, 5, 5)
+    assert_close(nn.functional.conv2d(x, standardize(rival.weight), rival.bias, padding=1), rival(x))
+
+
 def test_shift_and_scale_of_the_raw_weight_change_nothing():
     weight = torch.randn(5, 3, 2, 4, dtype=torch.float64)
     assert_close(standardize(weight + 7.0), standardize(weight))
@@ -118,6 +124,7 @@ def test_kept_weight_is_dropped_when_the_raw_one_changes():
     with torch.no_grad():
         first = layer.standardized_weight()
         assert layer.standardized_weight() is first
+        assert layer.train().eval().standardized_weight() is not first
         layer.weight.normal_()
     check()
     layer.load_state_dict({"weight": torch.randn_like(layer.weight), "bias": torch.zeros(4)})
@@ -539,5 +546,9 @@ def test_network_of_a_library_keeps_the_options(tmp_path):
     assert standardized_convolutions(network)
     bkn_zoo.save_pretrained(network.eval(), tmp_path / "mine", label_names=list("abcd"))
     assert len(standardized_convolutions(bkn_zoo.from_pretrained(tmp_path / "mine"))) > 0
+    squeezing = bkn_zoo.create_model("timm:test_efficientnet", 4, standardized_weights=True)
+    kinds = {name: type(module) for name, module in squeezing.named_modules()}
+    assert kinds["blocks.3.0.conv_pw"] is StandardizedConv2d
+    assert kinds["blocks.3.0.se.conv_reduce"] is kinds["blocks.3.0.se.conv_expand"] is nn.Conv2d
     with pytest.raises(InputError, match="not standardized in their training"):
         bkn_zoo.create_model("timm:test_resnet", 4, pretrained=True, standardized_weights=True)

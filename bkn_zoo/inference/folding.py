@@ -254,8 +254,8 @@ class ImageNorm(nn.Module):
         if self.has_prior:  # as predict and update
             predicted_mean, predicted_var = self._predict(prior)
             innovation = mean - predicted_mean
-            correction = self.distrust * innovation
-            mean, var = mean - correction, predicted_var + self.gain * (var + correction * innovation)
+            var = predicted_var + self.gain * (var + self.distrust * innovation * innovation)
+            mean = torch.lerp(predicted_mean, mean, self.gain)  # in 16 bits `mean - distrust * innovation` loses all
         scale = self.weight * torch.rsqrt(var + self.eps)
         shift = self.bias - mean * scale
         broadcast = mean.shape + (1,) * (x.ndim - 2)
