@@ -41,6 +41,8 @@ Between single runs, a difference of about a point may be chance."""
 ELSEWHERE = """\
 ### Compared with other norms
 
+For networks trained from scratch: with one image per group, use BKN with standardized weights, as here. Where a point
+of accuracy does not matter, and with two images, GroupNorm with standardized weights is enough, and simpler.
 docs/results.md, "Standardized weights", compares BKN with other norms and says what has not been trained."""
 
 LINK = (

@@ -111,7 +111,7 @@ class Replication(Study):
 
         fresh = newer()
         norms = norms_by_group(self.plan, records, *fresh)
-        gains = gains_figure(norms, *fresh)
+        gains = gains_figure(norms, self.plan, records, *fresh)
         return {"group_sizes": group_size_figure(norms), "rules": rules_figure(norms), "gains": gains}
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 
 from bkn_zoo.modes import MODES
+from bkn_zoo.norms.batch_kalman import INITIAL_GAIN
 from studies.base import DOCS, RESULTS, Record
 from studies.full_length import full_length_table, full_lengths
 from studies.records import counted, least_to_most, read_twins
@@ -376,11 +377,14 @@ def _gains(plan: Plan, records: Mapping[str, Record]) -> list[dict[str, Any]]:
     return rows
 
 
-def gains_figure(norms: Norms, newer: Plan, fresh: Mapping[str, Record]) -> Any:
+def gains_figure(
+    norms: Norms, plan: Plan, records: Mapping[str, Record], newer: Plan, fresh: Mapping[str, Record]
+) -> Any:
     """The gain of every norm, from the first to the last, for groups of several sizes; large ones are trained less."""
     short = [cell(arm, fresh) for each in newer.experiments if each.name == "depth" for arm in each.arms]
+    plain = [cell(plan.arms["cifar100.bkn.128-32"], records)]
     figure, axes = _new_figure((9, 4), 2)
-    for place, label, more in zip(axes, ("BKN", "BKN, standardized weights"), ([], short), strict=True):
+    for place, label, more in zip(axes, ("BKN", "BKN, standardized weights"), (plain, short), strict=True):
         lines = [(each, "o-", "") for _, each in sorted(norms[label].items())]
         lines += [(each, "o:", f", {each.arm.runs[0].recipe.epochs} epochs") for each in more if each.good]
         for each, style, length in lines:
@@ -392,7 +396,8 @@ def gains_figure(norms: Norms, newer: Plan, fresh: Mapping[str, Record]) -> Any:
             place.plot(range(len(names)), means, style, color=PALETTE[group], markersize=4, label=shown)
         place.set_xticks(range(len(names)), [_place(name) for name in names], fontsize=6, rotation=90)
         place.set_ylim(-0.03, 1.03)
-        place.set_title(label, fontsize=10)
+        start = lines[0][0].arm.runs[0].recipe.norm_options.get("initial_gain", INITIAL_GAIN)
+        place.set_title(f"{label}, initial gain {start}", fontsize=10)
         place.legend(frameon=False, fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.12))
     axes[0].set_ylabel("gain q after training")
     return figure
