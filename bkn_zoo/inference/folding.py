@@ -255,7 +255,8 @@ class ImageNorm(nn.Module):
             predicted_mean, predicted_var = self._predict(prior)
             innovation = mean - predicted_mean
             var = predicted_var + self.gain * (var + self.distrust * innovation * innovation)
-            mean = torch.lerp(predicted_mean, mean, self.gain)  # in 16 bits `mean - distrust * innovation` loses all
+            # In 16 bits, `mean - distrust * innovation` has no digit left if the gain is small.
+            mean = self.gain * mean + self.distrust * predicted_mean
         scale = self.weight * torch.rsqrt(var + self.eps)
         shift = self.bias - mean * scale
         broadcast = mean.shape + (1,) * (x.ndim - 2)

@@ -365,7 +365,6 @@ TRANSLATIONS: dict[str, Callable[..., Any]] = {
     "rsub": lambda x, other: ops.subtract(number(other), x),
     "mul": _multiply,
     "div": _arithmetic("divide"),
-    "lerp": lambda x, end, weight: ops.add(ops.multiply(end, weight), ops.multiply(x, ops.subtract(number(1), weight))),
 }
 """Translations by the names of PyTorch's functions and methods. Names with a final underscore work in place."""
 

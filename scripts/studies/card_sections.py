@@ -41,8 +41,8 @@ Between single runs, a difference of about a point may be chance."""
 ELSEWHERE = """\
 ### Compared with other norms
 
-For networks trained from scratch: with one image per group, use BKN with standardized weights, as here. Where a point
-of accuracy does not matter, and with two images, GroupNorm with standardized weights is enough, and simpler.
+For networks trained from scratch. One image per group: BKN with standardized weights, or EvoNorm-S0, which is simpler.
+Two: GroupNorm with standardized weights is enough, or EvoNorm-S0. Four: not decided; BN with more images if possible.
 docs/results.md, "Standardized weights", compares BKN with other norms and says what has not been trained."""
 
 LINK = (
@@ -186,7 +186,11 @@ def precision_section(evaluations: Sequence[Mapping[str, Any]]) -> str:
         return ""
     exact = {row["statistics"]: row["top1"] for row in evaluations[0]["rows"]}
     rows = [
-        {"hardware": found["hardware"], "precision": found["precision"], "statistics": row["statistics"]}
+        {
+            "hardware": found["hardware"],
+            "precision": found["precision"] + ", emulated" * ("emulate" in found.get("about", "")),
+        }
+        | {"statistics": row["statistics"]}
         | {"top1": f"{row['top1']:.2f}"}
         | {"compared with f32": gained(row["top1"], exact[row["statistics"]])}
         for found in evaluations[1:]
