@@ -189,10 +189,10 @@ def precision_section(evaluations: Sequence[Mapping[str, Any]]) -> str:
         {
             "hardware": found["hardware"],
             "precision": found["precision"] + ", emulated" * ("emulate" in found.get("about", "")),
+            "statistics": row["statistics"],
+            "top1": f"{row['top1']:.2f}",
+            "compared with f32": gained(row["top1"], exact[row["statistics"]]),
         }
-        | {"statistics": row["statistics"]}
-        | {"top1": f"{row['top1']:.2f}"}
-        | {"compared with f32": gained(row["top1"], exact[row["statistics"]])}
         for found in evaluations[1:]
         for row in found["rows"]
     ]
