@@ -53,9 +53,6 @@ def notes(converted):
     return {row.norm: row.note for row in converted.report.rows}
 
 
-# Ten families
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_converts(family):
     """The same outputs and step; one image trains every parameter; weights load in both directions."""

@@ -430,7 +430,8 @@ def test_a_large_mean_leaves_the_prediction_exact():
     below = Belief(torch.ones(1, 2), torch.ones(1, 2))
     _, belief = ImageNorm(layer, SAMPLE)(3e5 + torch.randn(1, 2, 8, 8), below, SAMPLE)
     assert_close(belief.mean, F.linear(below.mean, layer.transition) + 0.9, atol=1e-3, rtol=0)
-    with torch.autocast("cpu", torch.bfloat16):  # in which the prediction has another type
+    # In which the prediction has another type.
+    with torch.autocast("cpu", torch.bfloat16):
         ImageNorm(layer, SAMPLE)(torch.randn(1, 2, 8, 8), below, SAMPLE)
 
 

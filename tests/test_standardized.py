@@ -109,9 +109,6 @@ def test_every_convolution_of_a_network_is_standardized(norm):
     assert not plain.norm_options["standardized_weights"]
 
 
-# In evaluation mode the standardized weight is kept.
-
-
 def test_kept_weight_is_dropped_when_the_raw_one_changes():
     layer = conv(3, 4, 3).eval()
     x = torch.randn(1, 3, 5, 5)
@@ -253,7 +250,8 @@ def test_one_launch_without_gradients_is_only_used_without(several):
         assert not in_one_launch(list(several))
         with torch.no_grad(), standardized_once(several):
             assert_close(ready(), layer.standardized_weight(), rtol=1e-5, atol=1e-6)
-            assert not in_one_launch(list(several))  # of a network within this one
+            # A network within this one.
+            assert not in_one_launch(list(several))
             with ThreadPoolExecutor() as other:
                 assert other.submit(ready).result() is None
             with torch.enable_grad():
@@ -274,7 +272,8 @@ def test_one_launch_changes_no_evaluation(several, case):
         layer.weight = nn.Parameter(raw.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0))
     weights, results = {"weight": raw} if case == "replaced" else {}, []
     for implementation in ("triton", "pytorch"):
-        torch.set_autocast_enabled("cuda", case == "without autocast")  # torch.autocast would refuse without a GPU
+        # torch.autocast would refuse without a GPU.
+        torch.set_autocast_enabled("cuda", case == "without autocast")
         once = standardized_once(several)
         with torch.no_grad(), kernels.use(implementation), once, torch.autocast("cuda", enabled=False):
             results.append(torch.func.functional_call(layer, weights, x))
@@ -282,7 +281,7 @@ def test_one_launch_changes_no_evaluation(several, case):
     assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore")  # of the tracer
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.torch.jit.trace")
 @pytest.mark.skipif(not kernels.HAS_TRITON, reason="needs Triton")
 def test_trace_contains_what_the_kernels_compute():
     model, x = trained(**OPTIONS).to(DEVICE), torch.randn(2, 3, 32, 32, device=DEVICE)

@@ -119,9 +119,8 @@ class StandardizeAll(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         moments, *weights = ctx.saved_tensors
-        rows: Rows = ctx.rows
-        if not rows.fit(weights):  # FSDP2 has gathered them again
-            rows = rows_of(weights)
+        # FSDP2 may have gathered the weights again.
+        rows: Rows = ctx.rows if ctx.rows.fit(weights) else rows_of(weights)
         # One copy of all gradients: their addresses differ in every step, and a table of them would have to be sent.
         flat = [_in_order(gradient, weight) for gradient, weight in zip(gradients, weights, strict=True)]
         joined = torch.cat(flat)

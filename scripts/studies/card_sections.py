@@ -188,7 +188,7 @@ def precision_section(evaluations: Sequence[Mapping[str, Any]]) -> str:
     rows = [
         {
             "hardware": found["hardware"],
-            "precision": found["precision"] + ", emulated" * ("emulate" in found.get("about", "")),
+            "precision": found["precision"] + (", emulated" if "emulate" in found.get("about", "") else ""),
             "statistics": row["statistics"],
             "top1": f"{row['top1']:.2f}",
             "compared with f32": gained(row["top1"], exact[row["statistics"]]),
