@@ -15,7 +15,6 @@ import torch
 from studies.base import RESULTS, Run, Study
 from studies.figures import drawn, plotted
 from studies.render import fill, frame, rendered
-from studies.rivals import ScaleAndShift
 from studies.runner import Work, listing, load, main, parse, studies
 from timm.layers import EvoNorm2dS0, FilterResponseNormTlu2d
 
@@ -222,6 +221,8 @@ def test_sentences_on_standardized_weights_follow_from_records():
 @pytest.mark.parametrize(("norm", "layer"), [("evonorm", EvoNorm2dS0), ("frn", FilterResponseNormTlu2d)])
 def test_rivals_are_the_layers_of_timm(norm, layer):
     """They activate by themselves."""
+    import studies.rivals  # noqa: F401, registers norms, which other tests must not see
+
     rival = bkn_zoo.create_model(f"inception_cifar_{norm}", 10).conv.norm
     x = torch.randn(2, len(rival.layer.weight), 4, 4)
     assert type(rival.layer) is layer
@@ -229,6 +230,8 @@ def test_rivals_are_the_layers_of_timm(norm, layer):
 
 
 def test_control_only_scales_and_shifts_before_the_pooling():
+    from studies.rivals import ScaleAndShift
+
     network = bkn_zoo.create_model("inception_cifar_bnplain", 10)
     plain = {name: module for name, module in network.named_modules() if isinstance(module, ScaleAndShift)}
     assert list(plain) == [f"inception_c.branches.{branch}.norm" for branch in ("0.0", "1.1", "2.1", "3.1")]
