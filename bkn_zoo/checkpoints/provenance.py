@@ -85,4 +85,5 @@ def hardware(device: Any = None) -> str:
     named = dict(re.findall(r"^(.*?)\s*: (.*)$", info.read_text() if info.exists() else "", re.MULTILINE))
     arm = {"0xd0c": "Neoverse-N1", "0xd40": "Neoverse-V1", "0xd49": "Neoverse-N2", "0xd4f": "Neoverse-V2"}
     cpu = named.get("model name") or arm.get(named.get("CPU part", ""), platform.machine())
-    return f"{cpu}, {allowed_cores()} cores"
+    cores = allowed_cores()
+    return f"{cpu}, {cores} core{'s' * (cores > 1)}"
