@@ -14,6 +14,7 @@ from bkn_zoo.checkpoints.card import read_record
 from bkn_zoo.checkpoints.config import Config
 from bkn_zoo.checkpoints.folder import verify_golden
 from bkn_zoo.defaults import DEFAULT_CHECKPOINTS
+from bkn_zoo.inference.engines import too_large_for_f16
 from bkn_zoo.modes import MODES
 from bkn_zoo.training.recipes import read_recipe
 
@@ -22,7 +23,6 @@ RESULTS = ROOT / "results"
 FOLDERS = sorted(path.parent for path in (ROOT / "checkpoints").glob("*/config.json"))
 TRAINED = [folder for folder in FOLDERS if (ROOT / "recipes" / f"{folder.name}.toml").exists()]
 IMPORTED = [folder for folder in FOLDERS if folder not in TRAINED]
-NOT_MEASURED = [f"{folder.name}.cpu.f16.json" for folder in TRAINED]
 
 each = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 each_trained = pytest.mark.parametrize("folder", TRAINED, ids=lambda folder: folder.name)
@@ -32,11 +32,7 @@ each_device = pytest.mark.parametrize("device", ["cpu", "cuda"])
 
 def evaluation(*words):
     """The rows of an evaluation on all test images, by statistics mode."""
-    path = RESULTS / "evaluate" / ".".join([*words, "json"])
-    assert path.exists() != (path.name in NOT_MEASURED), "measure it, or take it off the list if that is done"
-    if not path.exists():
-        pytest.skip("not measured yet")
-    found = json.loads(path.read_text())
+    found = json.loads((RESULTS / "evaluate" / ".".join([*words, "json"])).read_text())
     assert ("NVIDIA" in found["hardware"], found.get("precision") or "f32") == (words[1] == "cuda", (*words, "f32")[2])
     assert {row["images"] for row in found["rows"]} == {10_000}
     return {row["statistics"]: row for row in found["rows"]}
@@ -105,11 +101,13 @@ def test_accuracy_is_that_of_the_evaluations(folder, device):
 @each_trained
 @each_device
 @pytest.mark.parametrize("precision", ["bf16", "f16"])
-def test_lower_precision_costs_at_most_a_fifth_of_a_point(folder, device, precision):
+def test_lower_precision_costs_at_most_a_tenth_of_a_point(folder, device, precision):
     """Else `precision="auto"` should not choose it for this checkpoint."""
     measured, exact = evaluation(folder.name, device, precision), evaluation(folder.name, "cpu")
-    assert list(measured) == list(exact)
-    assert all(row["top1"] >= exact[mode]["top1"] - 0.2 for mode, row in measured.items())
+    model, halves = from_pretrained(folder), (device, precision) == ("cpu", "f16")
+    # OpenVINO runs the other modes in f32.
+    assert list(measured) == [mode for mode in exact if not (halves and too_large_for_f16(model, mode))]
+    assert all(row["top1"] >= exact[mode]["top1"] - 0.1 for mode, row in measured.items())
 
 
 @each_imported

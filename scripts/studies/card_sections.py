@@ -53,9 +53,10 @@ LINK = (
 LESS = """\
 ### Lower precision
 
-Top-1 accuracy on the test images, with OpenVINO on a CPU and PyTorch on a GPU (`results/evaluate/`; what is not listed
-was not measured). `precision="auto"`, the default of classifier, command and service, uses bf16 or f16 if the processor
-supports it. Differences are to f32 with OpenVINO, whose accuracy may differ from that above by one image."""
+Top-1 accuracy on the test images, with OpenVINO on a CPU and PyTorch on a GPU (`results/evaluate/`).
+`precision="auto"`, the default of classifier, command and service, uses bf16 or f16 if the processor supports it.
+OpenVINO runs modes in f32 whose statistics are too large for f16; they are not listed. Differences are to f32 with
+OpenVINO, whose accuracy may differ from that above by one image."""
 
 
 SHIFT = """\
