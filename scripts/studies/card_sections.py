@@ -55,8 +55,8 @@ LESS = """\
 
 Top-1 accuracy on the test images, with OpenVINO on a CPU and PyTorch on a GPU (`results/evaluate/`).
 `precision="auto"`, the default of classifier, command and service, uses bf16 or f16 if the processor supports it.
-OpenVINO runs modes in f32 whose statistics are too large for f16; they are not listed. Differences are to f32 with
-OpenVINO, whose accuracy may differ from that above by one image."""
+If the statistics of a mode are too large for f16, OpenVINO runs it in f32, and it is not listed. Differences are to f32
+with OpenVINO, whose accuracy may differ from that above by one image."""
 
 
 SHIFT = """\
